@@ -461,7 +461,7 @@ def append(
 
 @dataclass(frozen=True)
 class _Call:
-    """What the launches of one call of `append` share.
+    """Values that the launches of one call of `append` share.
 
     rotated: gets the queries, and behind them rotated_keys keys. bases: of keys and their shift, of values and theirs.
     """

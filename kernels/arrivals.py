@@ -24,7 +24,7 @@ OF_GRAPHS = 1 << 20
 
 @triton.jit
 def last_of(counter, programs):
-    """Whether this is the last of some programs to come here; it sees what all of them stored before."""
+    """Tell whether this is the last of some programs to come here; it sees what all of them stored before."""
     tl.debug_barrier()
     before = tl.atomic_add(counter, 1, sem="acq_rel")
     last = before == programs - 1

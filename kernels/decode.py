@@ -52,12 +52,12 @@ MOVES = 16
 """Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
 
 UNIT = tl.constexpr(2.0**-24)
-"""What a digit of 1 is read as: the smallest float16, so that its bits are the digit."""
+"""Value that a digit of 1 is read as: the smallest float16, so that its bits are the digit."""
 
 
 @triton.constexpr_function
 def excess(operand):
-    """What an operand of codes has too much, in digits: 8 of each nibble or crumb.
+    """Excess of an operand of codes, in digits: 8 of each nibble or crumb.
 
     Operands are the lower nibble of a word's lower byte, this byte, the lower nibble of the higher byte, and this byte;
     then the lower crumbs of nibble 3, 2, 1 and 0, those of a byte's higher nibble 16 times.
@@ -67,7 +67,7 @@ def excess(operand):
 
 @triton.constexpr_function
 def sixteenth(operand):
-    """Whether an operand counts sixteenths of a unit: a byte, or a crumb of a byte's higher nibble."""
+    """Tell whether an operand counts sixteenths of a unit: a byte, or a crumb of a byte's higher nibble."""
     return operand in (1, 3, 4, 6)
 
 

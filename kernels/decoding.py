@@ -213,7 +213,7 @@ class DecodeLayer:
 
     @property
     def has_constant(self) -> bool:
-        """Whether a logit is added to all keys of a block."""
+        """Tell whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.scaled)
 
     def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
@@ -275,7 +275,7 @@ def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
 
 
 def assembled() -> bool:
-    """Whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
+    """Tell whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
 
 

@@ -45,7 +45,7 @@ def triton_installed() -> bool:
 
 @lru_cache(maxsize=16)
 def gpu_serves(device: torch.device) -> bool:
-    """Whether the kernels run on a CUDA device; logs once why they do not."""
+    """Tell whether the kernels run on a CUDA device; logs once why they do not."""
     if torch.version.hip is not None:
         why = f"this PyTorch is built for AMD's (ROCm {torch.version.hip})"
     elif torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
@@ -57,7 +57,7 @@ def gpu_serves(device: torch.device) -> bool:
 
 
 def kernels_wanted(device: torch.device) -> bool:
-    """Whether kernels run on a device, given what is installed and what the user chose.
+    """Tell whether kernels run on a device, given what is installed and what the user chose.
 
     Raises:
         UsageError: ROTOR_ATTENTION has no such choice, or asks for Triton where it is not installed.
@@ -73,7 +73,7 @@ def kernels_wanted(device: torch.device) -> bool:
 
 
 def layer_served(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernels serve a layer at all, whatever a call asks of it."""
+    """Tell whether the kernels serve a layer at all, whatever a call asks of it."""
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     return (
         kernels_wanted(device)
@@ -84,7 +84,7 @@ def layer_served(layout: LayerLayout, shape: AttentionShape, dtype: torch.dtype,
 
 
 def call_served(hidden_states: Tensor, attention_mask: Tensor | None) -> bool:
-    """Whether the kernels serve these inputs, in a layer that they serve (`layer_served`).
+    """Tell whether the kernels serve these inputs, in a layer that they serve (`layer_served`).
 
     Args:
         hidden_states: the layer's input, [batch_size, seq_len, hidden_size]: device, dtype, and whether gradients are
@@ -98,7 +98,7 @@ def call_served(hidden_states: Tensor, attention_mask: Tensor | None) -> bool:
 
 
 def _mask_fits(mask: Tensor, batch_size: int, seq_len: int) -> bool:
-    """Whether a mask is bool, the same for all heads, and of these sequences."""
+    """Tell whether a mask is bool, the same for all heads, and of these sequences."""
     shape = mask.shape
     return (
         mask.dtype == torch.bool

@@ -1,4 +1,4 @@
-"""What every launch needs: the GPU of its tensors as the current one, and tables on it."""
+"""Needs of every launch: the GPU of its tensors as the current one, and tables on it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def device_guard(device: torch.device) -> AbstractContextManager[object]:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched goes into a CUDA graph."""
+    """Tell whether what is launched goes into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 

@@ -15,7 +15,7 @@ from .rotary import Rotation, rotate
 from .rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-"""Whether this CPU multiplies bfloat16. The private name may go, and must not be called while a model is traced."""
+"""True where this CPU multiplies bfloat16. The private name may go, and must not be called while a model is traced."""
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:

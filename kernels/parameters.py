@@ -59,7 +59,7 @@ class AttentionParameters:
         return self.layout.values_from(key, value)
 
     def meets_latents(self, cls: GroupClass) -> bool:
-        """Whether prompts attend to the latents of keys as they are stored; see LayerLayout.meets_latents."""
+        """Tell whether prompts attend to the latents of keys as they are stored; see LayerLayout.meets_latents."""
         return self.layout.meets_latents(cls.key, self.shape)
 
     def basis(self, cls: GroupClass) -> Tensor:

@@ -176,7 +176,7 @@ def partial_attention(
 
 
 def _may_absorb(parameters: AttentionParameters, seq_len: int, rotation: Rotation) -> bool:
-    """Whether absorbing queries for each block is less work than rebuilding its keys, and the first key begins a block
+    """Tell whether absorbing queries for each block is less work than rebuilding keys, and the first key begins a block
     (a window drops keys one by one)."""
     block = parameters.layout.rope_block
     assert block is not None

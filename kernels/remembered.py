@@ -1,4 +1,4 @@
-"""What was computed from a tensor, kept here for as long as the tensor lives and is not written to."""
+"""Results computed from a tensor, kept here for as long as the tensor lives and is not written to."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ class Remembered(Generic[Made]):
 
 
 def version_of(tensor: Tensor) -> int | None:
-    """How often a tensor was written to; an inference tensor does not count that."""
+    """Number of times that a tensor was written to; an inference tensor does not count that."""
     return None if tensor.is_inference() else tensor._version

@@ -12,7 +12,7 @@ from rotor.checkpoint.rows import Row, RowScale
 
 
 def row_scale(tensors: CompressedProjections) -> RowScale | None:
-    """How a layer's latents are scaled and coded, where their rows have a scale; of all groups side by side."""
+    """Scale and code of a layer's latents, where their rows have a scale; of all groups side by side."""
     if tensors.code_shift is None or tensors.length_weight is None:
         return None
     return RowScale(tensors.code_shift, tensors.length_weight)
