@@ -49,7 +49,7 @@ class ExactSlots:
     until: Tensor
 
     def coded(self, row: Tensor) -> Tensor:
-        """Tell which rows, [batch_size or 1, 1 or slots], codes serve for each new token: [batch_size, seq_len, slots]."""
+        """Tell which rows, [batch_size or 1, 1 or slots], codes serve for a new token: [batch_size, seq_len, slots]."""
         row = row[:, None]
         return (row >= self.first[:, None, None]) & (row < self.until[:, :, None])
 
