@@ -113,7 +113,7 @@ def test_texts_are_kinds_of_which_the_smallest_ratio_counts(texts: Path, demo) -
         [f"texts/{i}.txt" for i in range(7)] + [f"python/{i}.py" for i in range(6)]
     )
     data = evaluation_data(replace(spec, metric="text"), checkpoint.config, checkpoint.tokenizer)
-    assert data.description == "text texts and python"
+    assert data.description == "your text in texts and python"
     assert data.splits["report"].kinds == ("texts",) * 2 + ("python",) * 2
     context = EvaluationContext.of(replace(spec, metric="text"), data, checkpoint.tokenizer, checkpoint.config)
     meter = FidelityMeter(context, Progress())

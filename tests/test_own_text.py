@@ -55,7 +55,7 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     run, out = tmp_path / "run", tmp_path / "out"
     code, _, error = rotor(capsys, "calibrate", model, "-o", run, "--recipe", "fdc", "--text", "words", *SET)
     assert code == 0, error
-    assert "text: calibrates on 512 tokens of text words; accuracy is measured on text words" in error
+    assert "text: calibrates on 512 tokens of your text in words; accuracy is measured on your text in words" in error
     opened = Run.open(run)
     assert (opened.recipe.tokens.source, opened.recipe.evaluation.source) == ("text", "text")
     assert opened.recipe.tokens.path == opened.recipe.evaluation.path == str(words)
@@ -68,13 +68,13 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     monkeypatch.chdir(ROOT)
     code, printed, error = rotor(capsys, "export", run, "-o", out, "--compression", "0.3")
     assert code == 0, error
-    assert "text: accuracy is measured on text words" in error
-    assert "search split) of text words" in printed
+    assert "text: accuracy is measured on your text in words" in error
+    assert "search split) of your text in words" in printed
     code, printed, error = rotor(capsys, "validate", out, "--text", words)
     assert code == 0, error
-    assert "accuracy on the report split of text words" in " ".join(printed.split())
+    assert "accuracy on the report split of your text in words" in " ".join(printed.split())
     code, printed, error = rotor(capsys, "validate", out, "--text", words, "--json")
-    assert json.loads(printed)["summary"]["accuracy"]["data"] == "text words"
+    assert json.loads(printed)["summary"]["accuracy"]["data"] == "your text in words"
     assert json.loads(printed)["summary"]["same_data_as_export"]
     (target,) = (check for check in json.loads(printed)["checks"] if check["name"] == "accuracy target")
     assert target["detail"].startswith("on the report split none was set; default ")
@@ -137,7 +137,7 @@ def test_python_source_for_a_chat_model_is_warned_of(model: Path, words: Path) -
     assert "chat template" in describe_evaluation(spec, tokenizer)
     assert "--text FILE" in describe_evaluation(spec, tokenizer)
     own = load_recipe("fdc", text_overrides(words, ("evaluation",))).evaluation
-    assert describe_evaluation(own, tokenizer) == "accuracy is measured on text words"
+    assert describe_evaluation(own, tokenizer) == "accuracy is measured on your text in words"
     assert "no tokenizer" in describe_evaluation(spec, None)
 
 

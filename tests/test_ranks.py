@@ -1,6 +1,7 @@
 """Equation 1 on spectra computed by hand, rounding, and the path of rank plans."""
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from rotor.calibration.allocation.fisher import FisherPath
 from rotor.calibration.allocation.plan import RankInputs, Spectra, round_rank
 from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.calibration.allocation.uniform import UniformPath
-from rotor.calibration.allocation.water_filling import WaterFillingPath, interpolated
+from rotor.calibration.allocation.water_filling import LARGEST_GAP, WaterFillingPath, _wide_gap, interpolated
 from rotor.calibration.prediction.decode_times import group_sizes
 from rotor.checkpoint.layout import AttentionShape, HeadSizes
 from rotor.checkpoint.sizes import compression, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
@@ -211,3 +212,17 @@ def test_every_rule_gives_each_layer_ranks_of_its_own_columns() -> None:
             for layer, columns in zip(plan.ranks, (32, 96), strict=True):
                 assert all(1 <= rank <= columns for pair in layer for rank in pair)
         assert plans[-1].stored > 0.5
+
+
+def test_plans_are_looked_for_between_two_that_differ_in_several_ranks() -> None:
+    """One rank less is the next plan; two may be taken one after the other, whichever sides they are of."""
+    first = SimpleNamespace(stored=0.1, ranks=[[(8, 8)], [(8, 8)]])
+    for ranks, between in (
+        ([[(8, 4)], [(8, 8)]], False),
+        ([[(4, 4)], [(8, 8)]], True),
+        ([[(8, 4)], [(8, 4)]], True),
+        ([[(4, 8)], [(4, 8)]], True),
+    ):
+        assert _wide_gap(first, SimpleNamespace(stored=0.2, ranks=ranks)) is between
+    near = SimpleNamespace(stored=0.1 + LARGEST_GAP / 2, ranks=[[(4, 4)], [(4, 4)]])
+    assert not _wide_gap(first, near)

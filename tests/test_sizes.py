@@ -14,6 +14,7 @@ from support.tiny_models import build_tiny
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.run import Run
+from rotor.checkpoint.layout import AttentionShape, ExactTokens
 from rotor.checkpoint.sizes import CacheSize, share_removed
 from rotor.errors import CheckpointError
 from rotor.models.compressed import CompressedCheckpoint
@@ -122,4 +123,17 @@ def test_a_window_holds_no_more_than_its_tokens(exported) -> None:
     held = size.of_sequence(1000)
     rows = checkpoint.report["kv_bytes_per_token"]
     slots = sum(layout.exact.slots * 2 * 2 * shape.kv_width for layout in checkpoint.layouts if layout.exact)
-    assert held == {"tokens": 1000, "before": 1000 * rows["before"], "after": 1000 * rows["after"] + slots}
+    before, after = 1000 * rows["before"], 1000 * rows["after"] + slots
+    assert (held["tokens"], held["before"], held["after"]) == (1000, before, after)
+
+
+def test_short_sequences_take_more_and_it_is_said_from_where_on_they_do_not() -> None:
+    """Room for 12 exact tokens of 64 bytes beside rows of 16 for each of all: smaller from 17 tokens on."""
+    shape = AttentionShape(1, 1, 1, 16, 16, rotary_dim=16)
+    size = CacheSize.of_rows([16], shape, 2, [ExactTokens(4, 8)])
+    found = size.of_sequence(100)
+    assert found == {"tokens": 100, "before": 6400, "after": 1600 + 12 * 64, "smaller_from": 17}
+    for tokens, smaller in ((16, False), (17, True)):
+        assert (size.of_sequence(tokens)["after"] < size.of_sequence(tokens)["before"]) == smaller
+    assert size.of_sequence(16)["smaller_from"] is None
+    assert CacheSize.of_rows([16], shape, 2).smaller_from(100) == 1

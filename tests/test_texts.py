@@ -45,11 +45,25 @@ def test_card_report_and_rotor_json_have_what_both_models_write(run_copy, tmp_pa
     assert card.count("**Before:**") == card.count("**After:**") == len(PROMPTS)
 
 
+def test_prompts_of_ones_own(run_copy, tmp_path: Path, caplog) -> None:
+    """In place of the fixed ones, or behind them with --texts; one that is too long is left out and said."""
+    prompts = ["import unittest", "x = " * 3000]
+    out = export(run_copy("fdc").folder, tmp_path / "out", compression=0.7, prompts=prompts).folder
+    (text,) = json.loads((out / "rotor.json").read_text())["texts"]
+    assert text["prompt"] == prompts[0]
+    assert [text["before"]] == written(DEMO_MODEL, prompts[:1])
+    assert [text["after"]] == written(out, prompts[:1])
+    assert "tokens is left out: the model has too few positions for it" in caplog.text
+
+
 def test_what_cannot_write_texts_is_refused(run_copy, tmp_path: Path) -> None:
     run = run_copy("fdc").folder
     for more in ({"measure": False}, {"cache": "kivi-4"}):
         with pytest.raises(UsageError, match=r"^--texts and --(no-measure|cache): expected one of them"):
             export(run, tmp_path / "out", compression=0.5, texts=True, **more)
-    with pytest.raises(UsageError, match="--texts: writing them needs all weights in memory"):
-        export(run, tmp_path / "out", compression=0.5, texts=True, offload="always")
+    with pytest.raises(UsageError, match="--prompt and --no-measure: expected one of them"):
+        export(run, tmp_path / "out", compression=0.5, prompts=["x"], measure=False)
+    for asked, option in (({"texts": True}, "--texts"), ({"prompts": ["x"]}, "--prompt")):
+        with pytest.raises(UsageError, match=f"{option}: writing texts needs all weights in memory"):
+            export(run, tmp_path / "out", compression=0.5, offload="always", **asked)
     assert not (tmp_path / "out").exists()

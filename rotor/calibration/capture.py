@@ -315,7 +315,7 @@ class StoredKeys:
         return queries if weight is None or not in_blocks else queries * weight.to(queries.dtype)
 
     def _weight(self, layer: int) -> Tensor | None:
-        """What keys are multiplied by behind RoPE, [head_dim]; None where by nothing."""
+        """Factors of keys behind RoPE, [head_dim]; None where by nothing."""
         if self.family.norms_behind_rope != "weighted":
             return None
         norm = self.family.attention_module(self.model, layer).get_submodule(self.family.norms[-1])

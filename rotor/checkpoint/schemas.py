@@ -127,11 +127,15 @@ class SizeInfo(TypedDict):
 
 
 class SequenceInfo(TypedDict):
-    """Bytes of the cache of a sequence of so many tokens, of which a layer with a window holds no more than that."""
+    """Bytes of the cache of a sequence of so many tokens, of which a layer with a window holds no more than that.
+
+    smaller_from: tokens from which on a cache is smaller than the uncompressed one; None where none is.
+    """
 
     tokens: Annotated[int, Field(ge=1)]
     before: int
     after: int
+    smaller_from: NotRequired[int | None]
 
 
 class AccuracyInfo(TypedDict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -68,7 +69,23 @@ class CacheSize:
     def of_sequence(self, tokens: int) -> SequenceInfo:
         """Bytes of the cache of a sequence of so many tokens, with those that are kept exactly."""
         before, after = self._rows(tokens)
-        return {"tokens": tokens, "before": int(before), "after": int(after) + self.exact_bytes}
+        return {
+            "tokens": tokens,
+            "before": int(before),
+            "after": int(after) + self.exact_bytes,
+            "smaller_from": self.smaller_from(tokens),
+        }
+
+    def smaller_from(self, most: int) -> int | None:
+        """Tokens of a sequence from which on its cache is smaller than the uncompressed one: short ones take more, as
+        exact tokens have room beside the rows of all. None where that is not so up to `most` tokens."""
+
+        def smaller(tokens: int) -> bool:
+            before, after = self._rows(tokens)
+            return after + self.exact_bytes < before
+
+        found = bisect_left(range(1, most + 1), True, key=smaller) + 1
+        return found if found <= most else None
 
     def _rows(self, tokens: int | None) -> tuple[float, float]:
         held = self.shape.held_tokens(tokens) if tokens else (1,) * self.shape.num_layers

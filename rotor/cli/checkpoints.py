@@ -109,6 +109,8 @@ def _print_export(out: Path, result: ExportResult) -> None:
     sizes = f"{size['before']} -> {size['after']} KV bytes per token"
     if round(held["tokens"] * size["before"]) != held["before"]:  # some layers have a window
         sizes += f", {in_bytes(held['before'])} -> {in_bytes(held['after'])} at {held['tokens']} tokens"
+    if (smaller := held.get("smaller_from") or 1) > 1:
+        sizes += f", smaller from {smaller} tokens on"
     written = f"{out}: compression {stored:.3f} ({sizes}), accuracy"
     if accuracy.report is None:
         say(f"{written} not measured: {accuracy.not_measured}")

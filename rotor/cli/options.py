@@ -46,6 +46,7 @@ HELP = {
 NAMES = {
     "out": ("--out", "-o"),
     "overrides": ("--set",),
+    "prompts": ("--prompt",),
     "sizes": ("--bytes",),
     "measure": ("--no-measure",),
     "as_json": ("--json",),
@@ -53,7 +54,7 @@ NAMES = {
 }
 """Names of options that are not the parameter's."""
 
-REPEATED = ("overrides", "text")
+REPEATED = ("overrides", "text", "prompts")
 """Parameters whose options may be repeated."""
 
 METAVARS = {
@@ -62,6 +63,7 @@ METAVARS = {
     "tasks": "A,B",
     "lengths": "A,B",
     "text": "FILE",
+    "prompts": "TEXT",
     "base_model": "ID",
     "prompt_file": "FILE",
 }

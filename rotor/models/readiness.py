@@ -104,7 +104,7 @@ def describe_text(recipe: Recipe, tokenizer: PreTrainedTokenizerBase | None) -> 
     source = {
         "random": "random tokens",
         "synthetic": "text that the model writes",
-        "text": f"text {' and '.join(kinds_of(tokens.paths))}",
+        "text": f"your text in {' and '.join(kinds_of(tokens.paths))}",
         "dataset": f"data set {tokens.dataset}",
     }[tokens.source]
     measured = describe_evaluation(recipe.evaluation, tokenizer)

@@ -294,7 +294,7 @@ def digest(document: str) -> str:
 
 def description_of(spec: Evaluation) -> str:
     """Describe the held-out text that a recipe names."""
-    text = f"text {' and '.join(kinds_of(spec.paths))}"
+    text = f"your text in {' and '.join(kinds_of(spec.paths))}"
     if spec.source == "stdlib":
         text = "source of the Python standard library (modules held out)"
     return f"{text}, a quick look at few tokens" if spec.quick else text

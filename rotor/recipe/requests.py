@@ -120,6 +120,8 @@ class ExportRequest(MemoryOptions, Goal, Reported):
             or FILE.py:CLASS. That needs all weights in memory.
         texts: Write into card, report and rotor.json what the uncompressed and the compressed model continue two long
             fixed prompts with. That needs all weights in memory.
+        prompts: A prompt of your own, written as those of --texts are, with what both models make of it; may be
+            repeated.
         without_weights: Write bases in place of weights, which are rewritten from the source's on loading, or by
             `rotor materialise`.
         base_model: Id on the hub of the source, which the card names as what this is made of; default: the id that the
@@ -137,6 +139,7 @@ class ExportRequest(MemoryOptions, Goal, Reported):
     quick: bool = False
     cache: str | None = None
     texts: bool = False
+    prompts: Iterable[str] = ()
     without_weights: bool = False
     base_model: HubId | None = None
     context: ContextTokens | None = None
@@ -148,9 +151,11 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         object.__setattr__(self, "overrides", tuple(self.overrides))
         if not self.measure and self.accuracy is not None:
             raise UsageError("--no-measure: an --accuracy is found by measuring.", "Give --compression in its place.")
-        if self.texts and (self.cache is not None or not self.measure):
+        object.__setattr__(self, "prompts", tuple(self.prompts))
+        if self.writes_texts and (self.cache is not None or not self.measure):
             other = "--cache" if self.measure else "--no-measure"
-            raise UsageError(f"--texts and {other}: expected one of them.", f"Leave {other} out.")
+            asked = "--texts" if self.texts else "--prompt"
+            raise UsageError(f"{asked} and {other}: expected one of them.", f"Leave {other} out.")
         run = Path(self.run)
         if not run.is_dir():
             raise MissingError(f"{run}: no such folder.", "Give a folder that `rotor calibrate` wrote.")
@@ -158,6 +163,11 @@ class ExportRequest(MemoryOptions, Goal, Reported):
             from .reading import load_stored_recipe
 
             self.override(load_stored_recipe(run))
+
+    @property
+    def writes_texts(self) -> bool:
+        """Tell whether both models continue prompts."""
+        return self.texts or bool(self.prompts)
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
@@ -273,6 +283,7 @@ class StudyRequest(MemoryOptions, Reported):
             for that (1500: rows of 2048); default: evaluation.filler_tokens.
         context: Tokens of the sequences that are served, whose bytes choose the plans of models with windows (default:
             the model's longest, at most 32768).
+        quick: A first look: few tokens to calibrate on and to measure accuracy on; results are marked as quick.
         batch_tokens: Tokens in one forward pass of a calibration.
         plots: Draw the results, which needs matplotlib.
     """
@@ -288,6 +299,7 @@ class StudyRequest(MemoryOptions, Reported):
     caches: Sequence[str] = ()
     distance: Count | None = None
     context: ContextTokens | None = None
+    quick: bool = False
     batch_tokens: Count = 2048
     plots: bool = True
 
@@ -298,10 +310,11 @@ class StudyRequest(MemoryOptions, Reported):
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """Overrides of every recipe, those of the text and the distance among them."""
-        from .reading import distance_overrides, text_overrides
+        """Overrides of every recipe, those of --quick, of the text and of the distance among them."""
+        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
 
-        return (*text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
+        quick = quick_overrides(load_recipe("rotor")) if self.quick else ()
+        return (*quick, *text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
 
 
 @dataclass(frozen=True)

@@ -179,7 +179,7 @@ class RotorAttention(CompressedProjections):
     # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
     @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether the kernels serve the layer at all."""
+        """Tell whether the kernels serve the layer at all."""
         by_keys = self.shape.weighted_behind_rope and self.layout.rope_block is None  # keys have weights
         fits = self.sinks is None and not by_keys and not self.is_read_by_others
         return fits and layer_served(self.layout, self.shape, dtype, device)

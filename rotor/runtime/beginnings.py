@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from .rope import TokenSpan
 
 BEGINNINGS = "rotor_beginnings"
-"""Attribute of a cache: by the type of layers that RoPE tells apart, cos and sin of the beginning of each block,
-[batch_size or 1, blocks, 2, planes]. It lies on the cache itself, as nothing else is copied, pickled and dropped with
-it."""
+"""Attribute of a cache: by the type of layers that RoPE tells apart and the size of blocks, cos and sin of each block's
+beginning, [batch_size or 1, blocks, 2, planes]. It lies on the cache itself, as nothing else is copied, pickled and
+dropped with it."""
+
+Kept = dict[tuple[str | None, int], Tensor]
 
 
 def rotations_of_blocks(
@@ -35,37 +37,50 @@ def rotations_of_blocks(
     Raises:
         UsageError: the cache has tokens whose rotations are not known, or of other sequences.
     """
-    planes = given[0].shape[-1] // 2
+    planes, offset = given[0].shape[-1] // 2, span.query_offset
     new = torch.stack([side[..., :planes] for side in given], dim=2)
     count = -(-(span.kv_offset + span.kv_len) // block)
-    place = torch.arange(count, device=new.device) * block - span.query_offset  # of beginnings among the new tokens
+    place = torch.arange(count, device=new.device) * block - offset  # of beginnings among the new tokens
     begun = new[:, place.clamp(0, span.seq_len - 1)]
     if cache is None:
         return begun
-    kept: dict[str | None, Tensor] = getattr(cache, BEGINNINGS, {})
-    held = kept.get(layer_type)
-    if held is None:
-        if isinstance(span.query_offset, int) and span.query_offset:
-            raise _unknown(f"the cache holds {span.query_offset} tokens whose rotations are unknown")
-        setattr(cache, BEGINNINGS, kept | {layer_type: begun})
+    kept: Kept = getattr(cache, BEGINNINGS, {})
+    held, fixed = kept.get((layer_type, block)), isinstance(offset, Tensor)
+    start = None  # tokens in the cache, as far as the host knows
+    if not fixed or (offset.device.type == "cpu" and not torch.compiler.is_compiling()):
+        start = int(offset)
+    if held is None or start == 0:
+        if start:
+            raise _unknown(f"the cache holds {start} tokens whose rotations are unknown")
+        if fixed and not torch.compiler.is_compiling():
+            torch._dynamo.mark_static_address(begun)  # type: ignore[no-untyped-call]
+        setattr(cache, BEGINNINGS, kept | {(layer_type, block): begun})
         return begun
+    if start is not None and start > held.shape[1] * block:
+        raise _unknown(f"the cache holds {start} tokens, and the rotations of {held.shape[1]} blocks of {block}")
     if len(held) != len(begun) and 1 not in (len(held), len(begun)):
         raise _unknown(f"{len(begun)} sequences, and the cache holds the rotations of {len(held)}")
-    sequences = max(len(held), len(begun))
-    held, begun = held[:, :count].to(begun.device).expand(sequences, -1, -1, -1), begun.expand(sequences, -1, -1, -1)
-    begins_now = (place >= 0)[:, None, None]
-    found = torch.where(begins_now, begun, torch.cat([held, begun[:, held.shape[1] :]], dim=1))
-    if torch.compiler.is_compiling() and found.shape == kept[layer_type].shape:
-        return kept[layer_type].copy_(found)  # compiled code writes to the same memory each time
-    kept[layer_type] = found
+    found = _merged(held.to(begun.device), begun, place >= 0)
+    writable = torch.is_inference_mode_enabled() or not held.is_inference()
+    if fixed and found.shape == held.shape and (writable or torch.compiler.is_compiling()):
+        return held.copy_(found)  # compiled code writes to the same memory each time
+    kept[layer_type, block] = found
     return found
+
+
+def _merged(held: Tensor, begun: Tensor, begins_now: Tensor) -> Tensor:
+    """Rotations of blocks as they were kept, but for those that begin now, [blocks] bool, or were not kept yet."""
+    sequences = max(len(held), len(begun))
+    held, begun = (side.expand(sequences, -1, -1, -1) for side in (held[:, : begun.shape[1]], begun))
+    before = torch.cat([held, begun[:, held.shape[1] :]], dim=1)
+    return torch.where(begins_now[:, None, None], begun, before)
 
 
 def change_beginnings(cache: Cache, change: Callable[[Tensor], Tensor]) -> None:
     """Apply to what a cache keeps a function of tensors [batch_size, ...], which reorders, takes or repeats these."""
-    kept: dict[str | None, Tensor] = getattr(cache, BEGINNINGS, {})
-    for layer_type, held in kept.items():
-        kept[layer_type] = held if len(held) == 1 else change(held)
+    kept: Kept = getattr(cache, BEGINNINGS, {})
+    for form, held in kept.items():
+        kept[form] = held if len(held) == 1 else change(held)
 
 
 def _unknown(what: str) -> UsageError:

@@ -53,7 +53,7 @@ class NewTokens(NamedTuple):
 
 
 class SeenTokens(NamedTuple):
-    """What the queries of a pass see exactly of a cache.
+    """Exact keys and values that the queries of a pass see in a cache.
 
     key, value: [batch_size, num_kv_heads, slots, head_dim], see ExactRows; behind the slots, where several tokens are
     new, those. A single new token is in its slot.
@@ -237,7 +237,7 @@ def first_real_of_pass(mask: Tensor | None, span: TokenSpan, layer: int) -> Tens
 
 
 def _on_host(tensor: Tensor) -> bool:
-    """Whether reading a number makes nobody wait."""
+    """Tell whether reading a number makes nobody wait."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -371,7 +371,7 @@ class WithExactRows:
         return found
 
     def take_seen(self) -> SeenTokens | None:
-        """What the queries of the pass see exactly; given once, since it holds the tensors of the pass."""
+        """Give what the queries of the pass see exactly; once, since it holds the tensors of the pass."""
         seen, self.seen = self.seen, None
         return seen
 

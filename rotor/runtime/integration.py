@@ -120,7 +120,7 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the loss has right gradients: rows of numbers do, codes have none."""
+        """Tell whether the loss has right gradients: rows of numbers do, codes have none."""
         config = self.quantization_config
         if config.coded:
             log.warning("%s", NO_GRADIENTS)
@@ -128,7 +128,7 @@ class RotorQuantizer(HfQuantizer):
 
     @property
     def is_qat_trainable(self) -> bool:
-        """Whether the weights can be trained, not only adapters; bases stay as they are."""
+        """Tell whether the weights can be trained, not only adapters; bases stay as they are."""
         return not self.quantization_config.coded
 
     @property

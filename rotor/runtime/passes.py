@@ -1,4 +1,4 @@
-"""What a layer computed of a pass, for the later layers that are alike."""
+"""Results of a layer in a pass, for the later layers that are alike."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CachePolicies(Protocol):
-    """What loading a checkpoint with a cache policy needs of `rotor.policies`."""
+    """Part of `rotor.policies` that loading a checkpoint with a cache policy needs."""
 
     def read_stored(self, section: object, /) -> Any:
         """Read the policy that a checkpoint's config names."""

@@ -76,7 +76,7 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
 
 
 def is_same(own: Rotation, given: Rotation) -> bool:
-    """Whether the rotation by index is the one that the model was given; False on a device, whose answer would be
+    """Tell whether the rotation by index is the one that the model was given; False on a device, whose answer would be
     waited for."""
     if torch.compiler.is_compiling() or own[0].device.type != "cpu":
         return False

@@ -15,7 +15,7 @@ from .rope import TokenSpan
 
 
 class Bounds(NamedTuple):
-    """What `ExactSlots` says of a pass, without keys and values."""
+    """Fields of `ExactSlots` but keys and values."""
 
     places: Tensor
     first: Tensor
@@ -58,7 +58,7 @@ _bounds: OfPass[Bounds] = OfPass()
 
 
 def exact_slots(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int) -> ExactSlots:
-    """What the kernels read of a layer's exact tokens in a pass.
+    """Exact tokens of a layer that the kernels read in a pass.
 
     Args:
         exact: of the layer, within its window. mask: of the pass. layer: index; what is computed for one serves later

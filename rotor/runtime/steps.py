@@ -47,7 +47,7 @@ NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and trai
 
 
 class AttentionCall(NamedTuple):
-    """What one pass of a layer's attention is given.
+    """Input of a layer's attention in one pass.
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
@@ -83,7 +83,7 @@ Attend = Callable[[AttentionCall], Tensor]
 
 
 class SharedRows(NamedTuple):
-    """What a layer hands, in place of keys, to those that read its cache in the same pass.
+    """Rows that a layer hands, in place of keys, to those that read its cache in the same pass.
 
     call: of the layer. attend: attention of such a call over what was stored by it.
     """
@@ -138,7 +138,7 @@ class RowStore(ABC):
     in_pytorch = False
 
     def reads_rows(self, cache: Cache | None) -> bool:
-        """Whether rows are stored or read; else a layer with exact tokens makes none."""
+        """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
     def slots_to_fill(
@@ -218,7 +218,7 @@ class CacheRows(RowStore):
 
 
 class _Stored(NamedTuple):
-    """What a layer with exact tokens has after a pass.
+    """Results of a pass of a layer with exact tokens.
 
     mask, span: of the pass. tokens: that are kept exactly. key, value: all rows. seen: None where nothing lies before.
     division: in plain PyTorch, where something does.

@@ -92,7 +92,7 @@ export = with_fields_of(ExportRequest, run_export, "export")
 def _export(search: RankSearch) -> ExportResult:
     job, point = search.job, search.point()
     policy = search.stored_policy(point)
-    texts = texts_before_and_after(search, point) if job.request.texts and not job.unmeasured else []
+    texts = texts_before_and_after(search, point) if job.request.writes_texts and not job.unmeasured else []
     search.close()
     accuracy = _accuracy(job, point, None if job.unmeasured else search)
     times = search.times

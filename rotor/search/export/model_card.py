@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from ...checkpoint.families import Family
 from ...checkpoint.file_names import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
-from ...checkpoint.schemas import CheckpointInfo, ModelInfo
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo
 from ...checkpoint.sizes import share_removed
 from ...installing import pip_install
 from ...progress import in_bytes
@@ -106,8 +106,14 @@ def _sizes_in_words(report: CheckpointInfo, layouts: Sequence[LayerLayout]) -> s
     return (
         f"A token's rows take {size['after']:,} bytes instead of {size['before']:,} ({token}).\n"
         f"The KV cache of a sequence of {held['tokens']:,} tokens{kept} takes {in_bytes(held['after'])} instead of "
-        f"{in_bytes(held['before'])} ({sequence})."
+        f"{in_bytes(held['before'])} ({sequence}).{_break_even(held)}"
     )
+
+
+def _break_even(held: SequenceInfo) -> str:
+    """From how many tokens on a cache is smaller, where short ones are not."""
+    smaller = held.get("smaller_from") or 1
+    return f"\nSequences of fewer than {smaller:,} tokens take more than without rotor." if smaller > 1 else ""
 
 
 def _where_weights_are(source: ModelInfo) -> str:

@@ -171,10 +171,11 @@ class RankSearch(PlanEvaluator):
                     job.check_unchanged(file)
                     advance((checkpoint.folder / file).stat().st_size)
             plan = evaluation_plan(checkpoint, job.recipe, job.request, self.progress)
-            if job.request.texts and plan.streamed:
+            if job.request.writes_texts and plan.streamed:
+                asked = "--texts" if job.request.texts else "--prompt"
                 raise UsageError(
-                    "--texts: writing them needs all weights in memory; layer by layer each token would read all.",
-                    "Leave --texts out, or give --offload never on a machine that can hold them.",
+                    f"{asked}: writing texts needs all weights in memory; layer by layer each token would read all.",
+                    f"Leave {asked} out, or give --offload never on a machine that can hold them.",
                 )
             with self.progress.task("load model", None, ""):
                 return CompressibleModel(checkpoint, plan, workspace=job.run.folder)

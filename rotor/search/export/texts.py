@@ -1,11 +1,13 @@
 """Texts that the uncompressed and the compressed model write to a few prompts, for the card and the report.
 
-The prompts are fixed, so that no text of the user's is published. They are longer than the tokens that the cache keeps
-exactly: what is asked for stands at their beginning, and is read from compressed rows.
+Prompts are fixed, so that no text of the user's is published, but for those that are given for that. Fixed ones are
+longer than the tokens that the cache keeps exactly: what is asked for stands at their beginning, and is read from
+compressed rows.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from ...models.lengths import bounded_seq_len
 from ...models.tokenizer import as_chat
 from ..point import Point
 from .search import RankSearch
+
+log = logging.getLogger("rotor")
 
 NEW_TOKENS = 40
 """Most tokens that a model writes to a prompt."""
@@ -69,15 +73,18 @@ PROMPTS = (HARBOUR, SHOP)
 
 def texts_before_and_after(search: RankSearch, point: Point) -> list[TextInfo]:
     """Continue each prompt by both models, greedily; a prompt longer than the model's positions is left out."""
+    request = search.job.request
     network, checkpoint = search.network, search.job.checkpoint
     tokenizer: Any = checkpoint.tokenizer
     chat = bool(tokenizer.chat_template)
     inputs = []
-    for prompt in PROMPTS:
+    for prompt in (*(PROMPTS if request.texts else ()), *request.prompts):
         text = as_chat(checkpoint.folder, prompt) if chat else prompt
         ids = tokenizer(text, add_special_tokens=not chat, return_tensors="pt")["input_ids"].to(network.device)
         if bounded_seq_len(ids.shape[1] + NEW_TOKENS, checkpoint.config) == ids.shape[1] + NEW_TOKENS:
             inputs.append((prompt, ids))
+        else:
+            log.warning("a prompt of %d tokens is left out: the model has too few positions for it", ids.shape[1])
 
     def written(model: Any) -> list[str]:
         texts = []
