@@ -36,20 +36,20 @@ def absorb_kernel(
     Tensors:
         query: [tokens, num_heads, head_dim], rotated.
         basis: [groups, HEADS, ROTARY + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
-            latent: of CHUNK / 2 planes both halves, so often, then of dimensions without RoPE.
+            latent: of CHUNK / 2 planes both halves as neighbours, so often, then of dimensions without RoPE.
         constants: [groups, HEADS, ROTARY + REST, CHUNK, 8], the same rows of the constant key, and of that which the
             scale of a key multiplies; each is the sum of two numbers, for precision. The other columns are 0.
-        starts: [blocks, 2, ROTARY * CHUNK / 2], float32, cos and sin of the beginnings of blocks, times
-            RoPE's attention factor; 0 behind the last plane. Those of a sequence begin starts_blocks blocks behind
-            those of the one before; 0 where all have the same.
+        starts: [blocks and at least COUNT more, 2, ROTARY * CHUNK / 2], float32, cos and sin of the beginnings of
+            blocks, times RoPE's attention factor; 0 behind the last plane. Those of a sequence begin starts_blocks
+            blocks behind those of the one before; 0 where all have the same.
         absorbed, constant: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
     Constants:
         CHUNK: dimensions that a product takes at a time. ROTARY, REST: chunks of rotary planes, and of dimensions
             without RoPE. PLANES: number of rotary planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
-        SCALED: whether rows have a scale. PART: columns of an operand at a time.
-        ALIGN: unit of the strides of queries.
+        SCALED: whether rows have a scale. PART: columns at a time, of all operands side by side.
+        ALIGN: unit of the strides of queries. ASM: see `once`.
     """
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -84,8 +84,8 @@ def absorb_kernel(
         within = tl.arange(0, CHUNK)
         half = tl.arange(0, HALF)
         eight = tl.arange(0, 8)
-        # What all blocks share: the basis, [HALF, PART] of the first and of the second halves of some planes, or of
-        # dimensions without RoPE; what the columns' operands have too much; the constants; the query.
+        # What all blocks share: the basis, [CHUNK, PART]; what the operands of columns have too much, [PART, 8]; the
+        # constants, [CHUNK, 8]; the query, in halves of its planes, [1, HALF], and without RoPE, [COUNT, CHUNK].
         matrices = ()
         of_excess = ()
         for i in tl.static_range(PARTS):
@@ -121,6 +121,7 @@ def absorb_kernel(
             # The query at the beginnings of COUNT blocks: both halves of its planes rotated back.
             rotated = ()
             for c in tl.static_range(ROTARY):
+                # [COUNT, HALF]
                 cos = tl.load(at_start + ((first_start + start) * (2 * STARTS) + c * HALF))
                 sin = tl.load(at_start + ((first_start + start) * (2 * STARTS) + STARTS + c * HALF))
                 first = planes[2 * c] * cos + planes[2 * c + 1] * sin
