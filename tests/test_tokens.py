@@ -23,11 +23,8 @@ from rotor.models.source import Checkpoint
 from rotor.models.tokenizer import chat_opening
 from rotor.models.tokens import (
     MAX_SPAN_TOKENS,
-    MODEL_WRITES,
-    OPENINGS,
     SPAN_REPEATS,
     calibration_tokens,
-    given_tokens,
     ordinary_tokens,
     random_tokens,
     synthetic_tokens,
@@ -69,38 +66,20 @@ def test_synthetic_tokens_are_those_of_sampling_without_a_cache(
     torch.manual_seed(9)  # the global generator does not matter
     rows = synthetic_tokens(weights, 5, 24, checkpoint.config, checkpoint.tokenizer, 5, done.append)
     assert sum(done) == rows.numel()
-    given = given_tokens(5, 24, checkpoint.config, checkpoint.tokenizer, 5)
     allowed = ordinary_tokens(checkpoint.config, checkpoint.tokenizer)
     generator = torch.Generator().manual_seed(5)
     with torch.inference_mode():
         logits = weights.model(rows, use_cache=False).logits[..., allowed]
     for batch in (slice(0, 2), slice(2, 4), slice(4, 5)):
         for position in range(23):
-            drawn = allowed[torch.multinomial(logits[batch, position].softmax(-1), 1, generator=generator)].flatten()
-            stands = given[batch, position + 1]
-            assert torch.equal(torch.where(stands == MODEL_WRITES, drawn, stands), rows[batch, position + 1]), position
-    assert torch.equal(rows[:, 0], given[:, 0])
+            drawn = torch.multinomial(logits[batch, position].softmax(-1), 1, generator=generator)
+            assert torch.equal(allowed[drawn].flatten(), rows[batch, position + 1]), position
+    starts = random_tokens(5, 1, checkpoint.config, checkpoint.tokenizer, seed=5)
+    assert rows[:3, 0].tolist() == [0, int(starts[1]), 0]
     streamed = weights_of(checkpoint, CPU, torch.float32, streamed=True)
     assert torch.equal(rows, synthetic_tokens(streamed, 5, 24, checkpoint.config, checkpoint.tokenizer, 5))
     embedding = streamed.model.get_input_embeddings().weight
     assert embedding.is_meta
-
-
-def test_passages_begin_as_kinds_of_text_do_and_with_tokens_of_any_script(demo) -> None:
-    """In every second row, one of each kind in turn; another script's at every fourth turn where there are enough."""
-    tokenizer = demo.tokenizer
-    rows = given_tokens(2 * len(OPENINGS), 64, demo.config, tokenizer, 0)
-    assert (rows[::2, 0] == 0).all()
-    assert (rows[::2, 1:] == MODEL_WRITES).all()
-    words = random_tokens(len(rows), 1, demo.config, tokenizer, 0)[:, 0].tolist()
-    for turn, row in enumerate(rows[1::2].tolist()):
-        kind, drawn = tokenizer.encode(OPENINGS[turn], add_special_tokens=False), [words[2 * turn + 1]]
-        first, second = (drawn, kind) if turn % 2 else (kind, drawn)
-        assert row[: len(first)] == first
-        assert row[32 : 33 + len(second)] == [0, *second]
-        assert {*row[len(first) : 32], *row[33 + len(second) :]} == {MODEL_WRITES}
-    assert tokens_module._beginning(3, tokenizer, [7, 8, 9, 10]) == [10]
-    assert tokens_module._beginning(4, tokenizer, [7, 8]) == tokenizer.encode(OPENINGS[3], add_special_tokens=False)
 
 
 def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny) -> None:
@@ -111,8 +90,8 @@ def test_synthetic_tokens_hold_a_special_one_only_first_in_every_second_row(tiny
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         model.lm_head.weight[0] *= 100
     rows = synthetic_tokens(Weights(model), 8, 32, checkpoint.config, checkpoint.tokenizer, seed=0)
-    assert torch.equal(rows == 0, given_tokens(8, 32, checkpoint.config, checkpoint.tokenizer, 0) == 0)
-    assert (rows == 0).nonzero().tolist() == [[row, 0 if row % 2 == 0 else 16] for row in range(8)]
+    assert rows[:, 1:].min() > 0
+    assert (rows[:, 0] == 0).tolist() == [True, False] * 4
     with torch.inference_mode():
         assert (model(rows).logits.argmax(-1) == 0).any()
 
@@ -132,7 +111,7 @@ def test_a_model_that_chats_writes_both_sides_in_every_second_row(tiny, tmp_path
     rows = synthetic_tokens(Weights(model), 8, 32, checkpoint.config, checkpoint.tokenizer, 0, opening=opening)
     assert rows[::2, : len(opening)].tolist() == [opening] * 4
     assert (rows[::2, len(opening) :] == 0).any()
-    assert (rows[1::2] == 0).nonzero()[:, 1].tolist() == [16] * 4  # between two passages
+    assert rows[1::2].min() > 0
     short = synthetic_tokens(Weights(model), 2, 3, checkpoint.config, checkpoint.tokenizer, 0, opening=opening)
     assert short[0, :2].tolist() == opening[:2]
     (folder / "chat_template.jinja").write_text("{{ raise_exception('only in verse') }}")

@@ -17,9 +17,9 @@ from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
 from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
-from .sequences import even_places, evenly_spaced, prompt_start, separator_token, sequences_by_document
+from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
 from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
-from .tokenizer import check_ids, encode, text_start
+from .tokenizer import check_ids, text_start
 from .weights import Weights
 
 if TYPE_CHECKING:
@@ -155,9 +155,12 @@ def synthetic_tokens(
 ) -> Tensor:
     """Sample text from the model at temperature 1: [count, seq_len], int64; independent of where its weights are.
 
-    Every sequence starts with the tokens that the tokenizer puts before a text; what it goes on with is in
-    `given_tokens`. Special tokens are drawn in chats alone, so no other sequence ends early. transformers' `generate`
-    would use the global random generator; this function has its own.
+    Every sequence starts with the tokens that the tokenizer puts before a text. If there are none, every second one
+    starts with the separator token (if the model has one), because such a first token is often an attention sink and
+    must be in the statistics. The other sequences continue with a random ordinary token. Special tokens are never
+    drawn there, so no sequence ends early. A chat model writes both sides of a chat in every second sequence, special
+    tokens included, starting from its template's text before the user's turn. transformers' `generate` would use the
+    global random generator; this function has its own.
 
     Args:
         opening: first tokens of a chat; empty for a model without a chat template.
@@ -168,10 +171,18 @@ def synthetic_tokens(
     """
     model, device = weights.model, weights.device
     allowed = ordinary_tokens(config, tokenizer)
-    given = given_tokens(count, seq_len, config, tokenizer, seed, opening).to(device)
+    given = torch.full((count, seq_len), MODEL_WRITES)
+    begin = list(opening or prompt_start(tokenizer))[: seq_len - 1]
+    start = text_start(tokenizer)[: seq_len - 1]
+    given[:, : len(start)] = torch.tensor(start, dtype=torch.int64)
+    given[:, len(start)] = random_tokens(count, 1, config, tokenizer, seed)[:, 0]
+    if begin:
+        given[::2] = MODEL_WRITES
+        given[::2, : len(begin)] = torch.tensor(begin)
     drawn_from = torch.arange(min(config.get_text_config().vocab_size, len(tokenizer))) if opening else allowed
     barred = ~torch.isin(drawn_from, allowed).to(device)  # special tokens, outside chats
     allowed_there = drawn_from.to(device)
+    given = given.to(device)
     even = torch.arange(count, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
     written = []
@@ -197,91 +208,6 @@ def synthetic_tokens(
                 advance(len(batch))
             written.append(torch.cat(tokens, dim=1).cpu())
     return torch.cat(written)
-
-
-OPENINGS = (
-    "#",
-    "def",
-    '{"id":',
-    "The",
-    "##",
-    "1.",
-    "import",
-    "<!DOCTYPE",
-    '[\n  {\n    "',
-    "| ",
-    "- **",
-    "#include",
-    "SELECT",
-    "Q:",
-)
-"""Beginnings of kinds of text that models are used for: pages, code, data, lists, tables, questions."""
-
-DRAWN_TOKENS = 2048
-"""Tokens of the vocabulary among which those of other scripts are looked for."""
-
-OTHER_SCRIPTS = 64
-"""Least of them that are of other scripts, of a model that may know other languages."""
-
-
-def given_tokens(
-    count: int,
-    seq_len: int,
-    config: PreTrainedConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    opening: Sequence[int] = (),
-) -> Tensor:
-    """Beginnings of the model's own text, MODEL_WRITES elsewhere: [count, seq_len], int64.
-
-    Even sequences are the two sides of a chat, from its template's text before the user's turn; where there is none
-    they start with the separator token (if the model has one), because such a first token is often an attention sink
-    and must be in the statistics. Odd ones hold two passages, the second behind a separator: one begins with a random
-    ordinary token, the other in turn as a kind of text does (OPENINGS), or with a token of another script. Without a
-    separator they are one passage each.
-    """
-    given = torch.full((count, seq_len), MODEL_WRITES)
-    begin = list(opening or prompt_start(tokenizer))[: seq_len - 1]
-    start = text_start(tokenizer)[: seq_len - 1]
-    separator = separator_token(tokenizer)
-    drawn = random_tokens(count, 1, config, tokenizer, seed)[:, 0].tolist()
-    generator = torch.Generator().manual_seed(seed)
-    scripts = [] if tokenizer is None else _tokens_of_other_scripts(config, tokenizer, generator)
-    for row in range(count):
-        if begin and row % 2 == 0:
-            given[row, : len(begin)] = torch.tensor(begin)
-            continue
-        passages, places = [[drawn[row]]], [len(start), seq_len // 2]
-        if separator is not None and tokenizer is not None:
-            passages.insert(row // 2 % 2, _beginning(row // 2, tokenizer, scripts))
-        given[row, : len(start)] = torch.tensor(start, dtype=torch.int64)
-        for place, tokens in zip(places, passages, strict=False):
-            tokens = tokens if place == len(start) else [separator, *tokens]
-            tokens = tokens[: seq_len - place]
-            given[row, place : place + len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-    return given
-
-
-def _beginning(turn: int, tokenizer: PreTrainedTokenizerBase, scripts: list[int]) -> list[int]:
-    """Tokens that a passage begins with: a token of another script at every fourth turn, if there are any."""
-    if scripts and turn % 4 == 3:
-        return [scripts[turn % len(scripts)]]
-    return encode(tokenizer, OPENINGS[(turn - turn // 4 if scripts else turn) % len(OPENINGS)])
-
-
-def _tokens_of_other_scripts(
-    config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, generator: torch.Generator
-) -> list[int]:
-    """Some ordinary tokens with letters beyond ASCII; none where the vocabulary has few."""
-    ordinary = ordinary_tokens(config, tokenizer)
-    ids = ordinary[torch.randperm(len(ordinary), generator=generator)[:DRAWN_TOKENS]].tolist()
-    texts = tokenizer.batch_decode([[token] for token in ids])
-    found = [
-        token
-        for token, text in zip(ids, texts, strict=True)
-        if "\ufffd" not in text and any(letter.isalpha() and not letter.isascii() for letter in text)
-    ]
-    return found if len(found) >= OTHER_SCRIPTS else []
 
 
 def with_repeats(sequences: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0) -> Tensor:
