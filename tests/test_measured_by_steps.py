@@ -58,4 +58,6 @@ def test_frequencies_that_never_change_need_no_steps() -> None:
     dynamic = CONFIGS["llama"]()
     dynamic.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     assert constant_rope_tokens(dynamic) == dynamic.max_position_embeddings
+    dynamic.rope_parameters["alpha"] = 1000.0  # Hunyuan's, which stretches the base for all lengths
+    assert constant_rope_tokens(dynamic) is None
     assert isinstance(dynamic, PreTrainedConfig)

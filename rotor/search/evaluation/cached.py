@@ -51,7 +51,7 @@ def constant_rope_tokens(config: PreTrainedConfig) -> int | None:
         kind = str(part.get("rope_type")) if isinstance(part, dict) else ""
         if kind == "longrope":
             most.append(part["original_max_position_embeddings"])
-        elif "dynamic" in kind:
+        elif "dynamic" in kind and not part.get("alpha"):  # a fixed alpha (Hunyuan) stretches the base for all lengths
             most.append(own.max_position_embeddings)
     return min(most, default=None)
 
