@@ -65,7 +65,7 @@ SIGN_BITS = 0x8888 - (1 << 16)
 EDITED = "The folder was edited or is from another version of rotor; export it again."
 
 SCALE = -1
-"""In place of a channel: the scale of a row."""
+"""Number that stands for the scale of a row in place of a channel."""
 
 SCALE_SLOT = 0
 """Slot of the scale, and its column among those that read a row."""

@@ -14,4 +14,4 @@ PATHS: dict[str, type[SpectraPath]] = {
     "fisher": FisherPath,
     "global": WaterFillingPath,
 }
-"""By the names of `recipe/rank_methods.py`, which says what they do."""
+"""Functions by the names of `recipe/rank_methods.py`, which says what they do."""

@@ -184,7 +184,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
 
     def seconds_of(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
-        """Of calibrate and of export, by stage."""
+        """Seconds of calibrate and of export, by stage."""
         flops = outline.calibration_flops(recipe).items()
         calibrate = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
         return calibrate, {name: round(count / rate, 1) for name, count in outline.evaluation_flops(recipe).items()}
