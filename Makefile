@@ -47,7 +47,7 @@ demo-full: setup
 	@for recipe in fdc rotor; do \
 		$(BIN)/rotor calibrate artifacts/demo-model -o runs/demo-$$recipe --recipe $$recipe --overwrite || exit; \
 		for target in $(TARGETS); do \
-			$(BIN)/rotor export runs/demo-$$recipe -o out/demo-$$recipe-$$target --accuracy $$target --overwrite || exit; \
+			$(BIN)/rotor export runs/demo-$$recipe -o out/demo-$$recipe-$$target --accuracy $$target --set evaluation.seq_len=512 --overwrite || exit; \
 		done; \
 	done
 	$(BIN)/rotor generate out/demo-rotor-0.99 "def main(" --max-new-tokens 40

@@ -21,6 +21,7 @@ from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.models.device_plan import DevicePlan
+from rotor.models.overlap import overlapping
 from rotor.models.source import Checkpoint
 from rotor.models.splits import (
     SPLITS,
@@ -93,6 +94,9 @@ def test_a_document_that_is_cut_up_or_changed_a_little_serves_one_split(texts: P
         assert all(numbers)
         assert sum(map(len, numbers)) == 7, numbers
         assert sum(sum(counts.values()) for counts in names.values()) == 28
+    last = " ".join(f"last{j}" for j in range(400))
+    numbered = [f"{licence} {' '.join(f'{i}x{j}' for j in range(400))}" for i in range(150)]
+    assert overlapping([*numbered, last, last]) == [*range(151), 150]  # a licence that all have hides no copy
     spec = Evaluation("text", str(texts))
     (texts.parent / "own.txt").write_text((texts / "3-a.txt").read_text())
     served = next(split for split in names if "texts/3.txt" in held_out_documents(spec).names[split])

@@ -141,6 +141,7 @@ def test_another_report_split_keeps_what_was_searched(exported: Path) -> None:
 def test_tasks_over_a_distance() -> None:
     """Rows have room for what is stated, the text in between, and what asks."""
     assert distance_overrides(None) == ()
+    assert distance_overrides(300) == ("evaluation.filler_tokens=300", "evaluation.seq_len=2048")
     checkpoint = Checkpoint(DEMO_MODEL)
     recipe = load_recipe("rotor", [*OF_DOCS, *distance_overrides(1500), "evaluation.report_tokens=4096"])
     assert recipe.evaluation.seq_len == 2048

@@ -20,6 +20,9 @@ ONE_IN = 8
 LEAST_RUNS = 4
 """Documents with fewer runs are too short to be told apart by them."""
 
+MOST_HOLDERS = 64
+"""Texts that a run is compared with, the first that have it: a licence stands in all documents of a folder."""
+
 LEAST_SHARE = 0.5
 """Share of the shorter document's runs that the other has, from which on they are one; a licence is less."""
 
@@ -42,7 +45,8 @@ def runs_of(text: str) -> frozenset[int]:
 def overlapping(texts: Sequence[str]) -> list[int]:
     """The set that each text belongs to, by the index of its first one: texts with half of their runs in common.
 
-    Which texts are compared is decided by the runs that they share, so that time goes by their length.
+    Which texts are compared is decided by the runs that they share, at most MOST_HOLDERS for each, so that time goes
+    by their length.
     """
     runs = [runs_of(text) for text in texts]
     first = list(range(len(texts)))
@@ -66,5 +70,7 @@ def overlapping(texts: Sequence[str]) -> list[int]:
                 low, high = sorted((root(index), root(other)))
                 first[high] = low
         for run in own:
-            holders.setdefault(run, []).append(index)
+            of_run = holders.setdefault(run, [])
+            if len(of_run) < MOST_HOLDERS:
+                of_run.append(index)
     return [root(index) for index in range(len(texts))]

@@ -16,6 +16,7 @@ from ..checkpoint.schemas import check_version
 from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError
 from .recipe import Recipe
+from .sections import Evaluation
 
 FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what it decides."
 
@@ -111,7 +112,8 @@ def distance_overrides(tokens: int | None) -> tuple[str, ...]:
     rows with room for both; none for None."""
     if tokens is None:
         return ()
-    return f"evaluation.filler_tokens={tokens}", f"evaluation.seq_len={tokens + DISTANCE_ROOM}"
+    length = max(Evaluation().seq_len, tokens + DISTANCE_ROOM)
+    return f"evaluation.filler_tokens={tokens}", f"evaluation.seq_len={length}"
 
 
 def _named(name_or_path: str) -> Recipe:

@@ -303,7 +303,7 @@ class _CutAttention:
         self.parameters = replace(parameters, layout=cut, query_basis=basis)
 
     def __call__(self, query: Tensor, rows: Rows, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """As `partial_attention`; what was cut of the output is 0."""
+        """Attend as `partial_attention` does; what was cut of the output is 0."""
         if query.dim() == 3:  # absorbed by q_proj: each group's heads with all channels
             query = torch.cat(self._first(query, [g.key.width for g in self.groups], self.heads), dim=-1)
         output, log_sums = partial_attention(query, *rows, self.parameters, None, mask)
