@@ -45,7 +45,10 @@ svg { --ink: #1c2330; --soft: #5a6475; --theirs: #b6bdc9; --ours: #0f7b53; font:
 
 
 class Pair(NamedTuple):
-    """A cache's bytes, and the recipe's at the same quality. bound: `<` or `>`, beyond what was measured, or nothing."""
+    """A cache's bytes, and the recipe's at the same quality.
+
+    bound: `<` or `>`, beyond what was measured, or nothing.
+    """
 
     cache: str
     theirs: float
