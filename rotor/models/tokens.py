@@ -15,6 +15,7 @@ from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
+from .hardware import fast_products
 from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
 from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
@@ -209,7 +210,7 @@ def synthetic_tokens(
         written = list(begun.rows.split(size))
         generator.set_state(begun.generator)
         advance(begun.rows.numel())
-    with weights.whole():
+    with weights.whole(), fast_products(device):
         for batch, chats in list(zip(given.split(size), even.split(size), strict=True))[len(written) :]:
             tokens = [batch[:, :1]]
             cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing cache is copied at each token
