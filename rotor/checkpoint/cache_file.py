@@ -51,8 +51,8 @@ Count = Annotated[int, Field(ge=1, le=1 << 30)]
 class CacheInfo(TypedDict):
     """What a saved cache is.
 
-    version: of the file. checkpoint: digest of the checkpoint that filled it. dtype: of the model. level: by which it is
-    packed. tokens, sequences: of the cache, padding among the tokens. chunk: tokens whose rows are packed together.
+    version: of the file. checkpoint: digest of the checkpoint that filled it. dtype: of the model. level: by which it
+    is packed. tokens, sequences: of the cache, padding among the tokens. chunk: tokens whose rows are packed together.
     held: of each layer, the newest tokens that it holds rows of. until: of each layer, see `ExactRows`.
     begin: index of each sequence's first token behind padding; empty where no layer keeps exact tokens.
     """

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 Level = Literal["none", "fast", "small"]
 
-Bytes = npt.NDArray[np.uint8]
-"""Whole bytes, of whatever shape."""
+Bytes = npt.NDArray[Any]
+"""Bytes, uint8, of whatever shape."""
 
 BYTE_BITS = 8
 
@@ -105,7 +105,9 @@ class Widths:
 
     def sizes(self, tokens: int) -> list[int]:
         """Bytes of the codes of each class, and of what is low, before they are compressed."""
-        return [len(own) * tokens * bits // 8 if bits != 6 else len(own) * tokens for bits, own in self.classes.items()] + [self.low * tokens]
+        return [
+            len(own) * tokens * bits // 8 if bits != 6 else len(own) * tokens for bits, own in self.classes.items()
+        ] + [self.low * tokens]
 
 
 def unpacked(rows: Bytes, spots: Sequence[Spot]) -> Channels:
@@ -168,7 +170,9 @@ def _slots_of(codes: Bytes, low: Bytes, row: CodedRow) -> tuple[Bytes, int]:
     used, crumbs = 0, []
     for bits, count in zip(WIDTHS, row.counts, strict=True):
         own = codes[place : place + count]
-        digits = [own] if bits == 4 else [own >> 2] if bits == 6 else [] if bits == 2 else [own >> 4, own & 15]
+        digits: list[Bytes] = [own] if bits == 4 else [own >> 2] if bits == 6 else []
+        if bits >= BYTE_BITS:
+            digits = [own >> 4, own & 15]
         if bits > BYTE_BITS:
             rest = low[used : used + count]
             digits += [rest] if bits == 12 else [rest >> 4, rest & 15]
@@ -372,7 +376,7 @@ def _side_by_side(codes: Bytes, bits: int) -> Bytes:
     """Neighbouring tokens' codes in one byte, the first lowest; [channels, tokens] of codes of 4 or 2 bits."""
     import torch  # numpy is several times slower at it
 
-    if bits > NIBBLE_BITS:
+    if bits > NIBBLE_BITS or not codes.size:
         return codes
     words = torch.from_numpy(codes).view(torch.int16 if bits == NIBBLE_BITS else torch.int32)
     together = words.clone()
@@ -461,7 +465,9 @@ class RowCodec:
             if before is None or before.codes.shape[1] != whole:
                 raise CheckpointError("packed rows follow from a layer before, which is not there.", DAMAGED)
             head = -(-len(bits) // 8)
-            used = np.unpackbits(np.frombuffer(bytes(data[:head]).ljust(head, b"\0"), np.uint8), count=len(bits)).astype(bool)
+            used = np.unpackbits(
+                np.frombuffer(bytes(data[:head]).ljust(head, b"\0"), np.uint8), count=len(bits)
+            ).astype(bool)
             data, sizes = data[head:], [used.sum() * len(before.bits), 8 * used.sum(), *sizes]
         parts = self.zstandard.unpack(data, sizes)
         codes = np.empty((len(bits), whole), np.uint8)
