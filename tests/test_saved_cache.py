@@ -133,6 +133,10 @@ def test_a_loaded_cache_goes_on_as_the_saved_one(name: str, level: Any, models: 
     more = torch.cat([rows, rows], 1), torch.cat([mask, torch.ones_like(mask)], 1)
     assert torch.equal(rest(model, again, *more, stop), rest(model, cache, *more, stop))
     assert [*tmp_path.iterdir()] == [tmp_path / "a"]
+    rows, mask = prompts(1)
+    cache = filled(model, rows, mask)
+    rotor.save_cache(cache, tmp_path / "a", model, level=level)
+    assert torch.equal(rest(model, rotor.load_cache(tmp_path / "a", model), rows, mask), rest(model, cache, rows, mask))
 
 
 @pytest.mark.parametrize("name", ["joint blocks", "both kinds of layers"])

@@ -211,7 +211,7 @@ class ExactRows:
         """What is held; None as long as there is no token."""
         if self.keys is None or self.values is None or self.begin is None:
             return None
-        begin = torch.as_tensor(self.begin, dtype=torch.int64).expand(len(self.keys))
+        begin = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device) + self.begin
         return ExactState(self.keys, self.values, begin, self.until)
 
     def restore(self, state: ExactState) -> None:
