@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
+import shutil
+import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from support.command_line import expect_error
+from support.command_line import rotor as command
 from support.folded_models import MIXED, Folding, folded
+from support.paths import DEMO_MODEL
 from support.quick import mostly_nightly
 from support.tiny_models import tiny_model
 from torch import Tensor
@@ -22,6 +29,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 import rotor
 from rotor.checkpoint.cache_file import CacheFile
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
+from rotor.checkpoint.locks import exclusive
 from rotor.checkpoint.manifest import write_manifest
 from rotor.errors import CheckpointError, MissingError, UsageError
 from rotor.policies import H2O, use_cache_policy
@@ -270,8 +278,13 @@ def test_a_file_that_was_cut_or_changed_is_one_line(level: Any, models: Models, 
         changed[place] ^= 16
         broken.write_bytes(changed)
         with pytest.raises(CheckpointError):
-            rotor.load_cache(broken, model)
-            rotor.saved_inputs(broken)  # ids are not needed to load
+            load_everything(broken, model)
+
+
+def load_everything(file: Path, model: Any) -> None:
+    """Also the ids, which are not needed to load."""
+    rotor.load_cache(file, model)
+    rotor.saved_inputs(file)
 
 
 def forge(file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Tensor]], None]) -> None:
@@ -332,3 +345,120 @@ def test_the_file_says_what_it_is(models: Models, tmp_path: Path) -> None:
     assert (info["tokens"], info["sequences"], info["level"], info["dtype"]) == (70, 3, "none", "float32")
     windows = [layer.window for layer in saved_cache._layers_of(model)]
     assert info["held"] == [70 if window is None else window - 1 for window in windows]
+
+
+@pytest.fixture
+def to_replace(models: Models, tmp_path: Path) -> tuple[Any, Any, Path, Tensor]:
+    """A model, a longer cache, the file of a shorter one, and the ids of that."""
+    model, (rows, mask) = models("joint blocks"), prompts(1)
+    cache = filled(model, rows, mask)
+    rotor.save_cache(cache, tmp_path / "a", model, input_ids=rows)
+    rest(model, cache, rows, mask)
+    return model, cache, tmp_path / "a", rows[:, :PROMPT]
+
+
+def test_a_full_disk_leaves_the_old_file(to_replace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is known before, and as it shows while the file is written."""
+    model, cache, file, ids = to_replace
+    usage = shutil.disk_usage(file.parent)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+        with pytest.raises(CheckpointError, match=r"0\.0 MB free"):
+            rotor.save_cache(cache, file, model)
+
+    def full(*given: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rotor.checkpoint.cache_file.save_file", full)
+    with pytest.raises(CheckpointError, match=r"a: writing failed: .*No space left on device") as caught:
+        rotor.save_cache(cache, file, model)
+    assert caught.value.hint == "Nothing was changed there."
+    assert torch.equal(rotor.saved_inputs(file)["input_ids"], ids)
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_of_two_writers_one_is_refused(to_replace: Any) -> None:
+    model, cache, file, ids = to_replace
+    with exclusive(file), pytest.raises(UsageError, match="a: in use by another process"):
+        rotor.save_cache(cache, file, model)
+    assert torch.equal(rotor.saved_inputs(file)["input_ids"], ids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("where", ["save_file", "os.replace"])
+def test_a_killed_writer_leaves_the_old_file(where: str, to_replace: Any) -> None:
+    """While it writes, and just before the new file takes its name; the next writer goes on."""
+    model, cache, file, ids = to_replace
+    child = os.fork()
+    if not child:
+        place = "rotor.checkpoint.cache_file.save_file" if where == "save_file" else where
+        pytest.MonkeyPatch().setattr(place, lambda *given, **named: os.kill(os.getpid(), signal.SIGKILL))
+        rotor.save_cache(cache, file, model)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    assert torch.equal(rotor.saved_inputs(file)["input_ids"], ids)
+    rotor.save_cache(cache, file, model)
+    assert rotor.load_cache(file, model).get_seq_length() == PROMPT + sum(REST)
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_a_missing_zstandard_is_one_line(to_replace: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache, file, _ = to_replace
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(UsageError, match="levels fast and small need the Python package zstandard") as caught:
+        rotor.save_cache(cache, file, model, level="fast")
+    assert "rotor[store]" in caught.value.hint
+    rotor.save_cache(cache, file, model)
+
+
+@pytest.fixture(scope="module")
+def out(demo_run: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled model, compressed."""
+    folder = tmp_path_factory.mktemp("out") / "out"
+    rotor.export(demo_run("rotor").folder, folder, compression=0.8, measure=False)
+    return folder
+
+
+TEXT = "import argparse\nimport json\n\n\ndef main() -> None:\n" + "".join(
+    f"    parser.add_argument('--option{n}', type=int, default={n % 7})\n" for n in range(12)
+)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_generate_goes_on_from_a_file(level: str, out: Path, tmp_path: Path, capsys: Any) -> None:
+    """The tokens are those of the prompt read anew; so are those of a prompt that has a part of the file alone."""
+    needs(level)
+    file = tmp_path / "session"
+    options = ["--max-new-tokens", "12", "--json", "--dtype", "float32"]
+    saving = [*options, "--save-cache", file, "--cache-level", level]
+    first = json.loads(command(capsys, "generate", out, TEXT, *saving)[1])
+    assert "cached_tokens" not in first
+    saved = rotor.saved_inputs(file)["input_ids"].shape[1]
+    assert saved == first["prompt_tokens"] + first["new_tokens"] - 1
+    longer, other = first["text"] + "\n    given = parser.parse_args()\n", TEXT + "    return None\n"
+    for prompt, least in ((TEXT, first["prompt_tokens"] - 1), (longer, saved - 2), (other, first["prompt_tokens"] - 3)):
+        code, printed, error = command(capsys, "generate", out, prompt, *options, "--cache-file", file)
+        assert code == 0, error
+        found, expected = json.loads(printed), json.loads(command(capsys, "generate", out, prompt, *options)[1])
+        assert least <= found.pop("cached_tokens") < found["prompt_tokens"]
+        assert found == expected
+    assert command(capsys, "generate", out, longer, *saving, "--cache-file", file)[0] == 0
+    assert rotor.saved_inputs(file)["input_ids"].shape[1] > saved
+
+
+def test_what_generate_refuses(out: Path, tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "session"
+    assert command(capsys, "generate", out, TEXT, "--max-new-tokens", "1", "--save-cache", file)[0] == 0
+    for code, text, *options in (
+        (2, "its first token is not that of the prompt", "zebra zebra", "--cache-file", file),
+        (2, "no such file", TEXT, "--cache-file", tmp_path / "none"),
+        (2, "nothing is saved", TEXT, "--cache-level", "fast"),
+        (2, "is no saved cache, and is not replaced", TEXT, "--save-cache", out / "config.json"),
+        (2, "the cache of several processes is not in one file", TEXT, "--save-cache", file, "--parallel", "sequence"),
+        (2, "the model is no compressed checkpoint", TEXT, "--save-cache", file, "--model"),
+    ):
+        source = options[-1] == "--model"
+        expect_error(capsys, code, text, "generate", DEMO_MODEL if source else out, *options[: len(options) - source])
+    data = file.read_bytes()
+    file.write_bytes(data[:-9])
+    expect_error(capsys, 1, "is no saved cache, or was cut", "generate", out, TEXT, "--cache-file", file)

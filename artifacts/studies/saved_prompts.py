@@ -146,7 +146,9 @@ def codecs(stored: list[np.ndarray], layouts: list[Any]) -> list[dict[str, Any]]
     for rows, own in zip(stored, spots, strict=True):
         channels, widths = unpacked(rows, own), Widths(own)
         bound += len(rows) * (_entropies(channels.codes).sum() / 8)
-        bound += sum(len(line) * (4 if bits == 12 else 8) / 8 for line, bits in zip(channels.low, low_bits(own), strict=True))
+        bound += sum(
+            len(line) * (4 if bits == 12 else 8) / 8 for line, bits in zip(channels.low, low_bits(own), strict=True)
+        )
         assert len(widths.bits) == len(channels.codes)
     row("entropy of each channel's codes", bound)
     for level in ("fast", "small"):

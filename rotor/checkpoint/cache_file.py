@@ -27,7 +27,8 @@ from .atomic import replacing
 from .hashes import tensor_sha256
 from .locks import exclusive
 from .publishing import check_space
-from .row_codec import DAMAGED, Level
+from .row_codec import DAMAGED
+from .rows import Level
 
 CACHE_VERSION = 1
 """Version of the file; others are refused."""
@@ -80,7 +81,7 @@ def write_cache_file(path: Path, info: CacheInfo, tensors: Mapping[str, Tensor])
     text = json.dumps(info, allow_nan=False)
     metadata = {KEY: text, HASH: hashlib.sha256(text.encode()).hexdigest()}
     with exclusive(path):
-        _check_place(path)
+        check_place(path)
         check_space(path.parent, sum(tensor.nbytes for tensor in tensors.values()) + len(text))
         try:
             with replacing(path) as temporary:
@@ -92,7 +93,7 @@ def write_cache_file(path: Path, info: CacheInfo, tensors: Mapping[str, Tensor])
             raise CheckpointError(f"{path}: writing failed: {reason}", "Nothing was changed there.") from error
 
 
-def _check_place(path: Path) -> None:
+def check_place(path: Path) -> None:
     """Check that nothing but a saved cache would be replaced; raises UsageError if so."""
     if not path.exists() and not path.is_symlink():
         return

@@ -20,11 +20,12 @@ from transformers.cache_utils import (
 )
 from transformers.utils import cached_file
 
-from ..checkpoint.cache_file import CACHE_VERSION, CacheFile, CacheInfo, write_cache_file
+from ..checkpoint.cache_file import CACHE_VERSION, CacheFile, CacheInfo, check_place, write_cache_file
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.layout import ExactTokens
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.row_codec import DAMAGED, Level, RowCodec, Zstandard, pack_numbers, spots_of, unpack_numbers
+from ..checkpoint.row_codec import DAMAGED, RowCodec, Zstandard, pack_numbers, spots_of, unpack_numbers
+from ..checkpoint.rows import Level
 from ..errors import CheckpointError, UsageError
 from ..kernels.rows import row_dtype
 from .attention import RotorAttention
@@ -116,6 +117,15 @@ def save_cache(
         "sha256": {},
     }
     write_cache_file(Path(file), info, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
+
+
+def check_saving(file: str | Path, model: PreTrainedModel, level: Level) -> None:
+    """Check that a cache of the model can be saved there, before it is filled; raises UsageError as `save_cache`."""
+    _layers_of(model)
+    _digest_of(model)
+    check_place(Path(file))
+    if level != "none":
+        Zstandard()
 
 
 def load_cache(file: str | Path, model: PreTrainedModel, tokens: int | None = None) -> DynamicCache:
