@@ -129,7 +129,7 @@ SPOTS = spots_of(LayerLayout((GroupLayout((0,), PLAIN, PLAIN),), 64))[:1]
 
 
 def test_what_follows_from_the_layer_before_takes_fewer_bytes() -> None:
-    """About log2(1 / noise) bits a code, less the weights; where nothing follows, none are stored."""
+    """About log2(1 / noise) bits a code, less the weights; where nothing follows, next to none are stored."""
     tokens = 4096
     first, second = related_layers(tokens, 0.25)
     sizes = {}
@@ -143,9 +143,9 @@ def test_what_follows_from_the_layer_before_takes_fewer_bytes() -> None:
         decoder.unpack(memoryview(codec_data(first, level)), SPOTS, *first.shape)
         assert np.array_equal(decoder.unpack(memoryview(data), SPOTS, *second.shape), second)
     assert 1.5 < sizes["fast"] - sizes["small"] < 2
-    codec = RowCodec("small")
+    codec, unrelated = RowCodec("small"), related_layers(tokens, 1.0)[1]
     codec.pack(first, SPOTS)
-    assert codec.pack(related_layers(tokens, 1.0)[1], SPOTS)[0] == CODES
+    assert len(codec.pack(unrelated, SPOTS)) < 1.003 * len(codec_data(unrelated, "fast"))
 
 
 def codec_data(rows: np.ndarray[Any, Any], level: Any) -> bytes:

@@ -58,9 +58,6 @@ FEWEST_TOKENS = 64
 COMPARED_TOKENS = 512
 """Tokens by which it is decided whether a prediction earns its weights."""
 
-UNSURE_BITS = 0.02
-"""Bits of a code by which that comparison of so few tokens may be wrong."""
-
 RAW, CODES, PREDICTED = range(3)
 """First byte of a layer's data: rows as they are, codes, or codes of which some are predicted."""
 
@@ -293,7 +290,7 @@ def fitted(before: LayerCodes, own: LayerCodes) -> Prediction | None:
     some = slice(None, None, -(-tokens // COMPARED_TOKENS))
     codes = own.codes[:, some]
     differences = _differences(codes, every.codes(np.ascontiguousarray(before.centred[:, some]), bits), bits)
-    saved_bits = tokens * (_entropies(codes) - _entropies(differences) - UNSURE_BITS)
+    saved_bits = tokens * (_entropies(codes) - _entropies(differences))
     weight_bits = 0.5 * np.log2(2 * np.pi * np.e * (whole.var(1) + 1 / 12))
     used = saved_bits > whole.shape[1] * weight_bits + OVERHEAD_BITS
     return Prediction(used, whole[used], every.step[used], every.bias[used]) if used.any() else None
