@@ -9,21 +9,9 @@ import pytest
 import torch
 
 from rotor.checkpoint.layout import ExactTokens, GroupLayout, LayerLayout
-from rotor.checkpoint.row_codec import (
-    CODES,
-    PREDICTED,
-    RAW,
-    LayerCodes,
-    RowCodec,
-    Widths,
-    Zstandard,
-    fitted,
-    pack_numbers,
-    packed,
-    spots_of,
-    unpack_numbers,
-    unpacked,
-)
+from rotor.checkpoint.row_channels import Widths, packed, spots_of, unpacked
+from rotor.checkpoint.row_codec import CODES, PREDICTED, RAW, RowCodec, Zstandard, pack_numbers, unpack_numbers
+from rotor.checkpoint.row_prediction import LayerCodes, fitted
 from rotor.checkpoint.rows import CodedRow
 from rotor.errors import CheckpointError
 from rotor.kernels.rows import pack_layer

@@ -31,7 +31,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 import rotor
-from rotor.checkpoint.row_codec import RowCodec, Widths, _entropies, spots_of, unpacked
+from rotor.checkpoint.row_channels import Widths, spots_of, unpacked
+from rotor.checkpoint.row_codec import RowCodec
+from rotor.checkpoint.row_prediction import entropies
 from rotor.models.sequences import text_sequences
 from rotor.runtime.attention import RotorAttention
 from rotor.tools.bench.records import describe_device, provenance
@@ -147,7 +149,7 @@ def codecs(stored: list[np.ndarray], layouts: list[Any]) -> list[dict[str, Any]]
     bound = 0.0
     for rows, own in zip(stored, spots, strict=True):
         channels, widths = unpacked(rows, own), Widths(own)
-        bound += len(rows) * (_entropies(channels.codes).sum() / 8)
+        bound += len(rows) * (entropies(channels.codes).sum() / 8)
         bound += sum(
             len(line) * (4 if bits == 12 else 8) / 8 for line, bits in zip(channels.low, low_bits(own), strict=True)
         )

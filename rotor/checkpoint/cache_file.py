@@ -27,7 +27,7 @@ from .atomic import replacing
 from .hashes import tensor_sha256
 from .locks import exclusive
 from .publishing import check_space
-from .row_codec import DAMAGED
+from .row_channels import DAMAGED
 from .rows import Level
 
 CACHE_VERSION = 1

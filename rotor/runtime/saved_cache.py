@@ -24,7 +24,8 @@ from ..checkpoint.cache_file import CACHE_VERSION, CacheFile, CacheInfo, check_p
 from ..checkpoint.hashes import file_sha256
 from ..checkpoint.layout import ExactTokens
 from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.row_codec import DAMAGED, RowCodec, Zstandard, pack_numbers, spots_of, unpack_numbers
+from ..checkpoint.row_channels import DAMAGED, spots_of
+from ..checkpoint.row_codec import RowCodec, Zstandard, pack_numbers, unpack_numbers
 from ..checkpoint.rows import Level
 from ..errors import CheckpointError, UsageError
 from ..kernels.rows import row_dtype
