@@ -399,7 +399,6 @@ def append(
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
     fill: SlotsToFill | None = None,
-    remember: bool = True,
 ) -> Appended:
     """Make the rows of new tokens, and rotate their queries, in one launch.
 
@@ -427,7 +426,6 @@ def append(
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
         fill: in a layer with exact tokens whose keys are rotated here, or without RoPE: keep the new token of each
             sequence there.
-        remember: keep counters for other launches. What compiled code launches may not: see `decode_attention`.
     """
     batch_size, seq_len = key.shape[:2]
     tokens = batch_size * seq_len
@@ -448,7 +446,7 @@ def append(
     most = tokens
     if layout.scaled and not layout.folds_keys(shape):
         most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, remember)
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill)
     for start in range(0, tokens, most):
         call.launch(range(start, min(start + most, tokens)), sides, page, row_strides, slots, as_it_is)
     if rotated is not None:
@@ -478,7 +476,6 @@ class _Call:
     index: Tensor | None
     scale: RowScale | None
     fill: SlotsToFill | None
-    remember: bool
 
     def launch(
         self,
@@ -520,7 +517,7 @@ class _Call:
             coding = self.scale.shift, self.scale.length, tables.halves, tables.places, tables.groups
             if not layout.folds_keys(shape):
                 latents = torch.empty(len(tokens), layout.key_rank, dtype=torch.float32, device=key.device)
-                arrived = counters(blocks * groups, key.device, self.remember)
+                arrived = counters(blocks * groups, key.device)
         exact_sides, slot_strides, first, newest, offset, begin = (key, key), (0, 0, 0), 0, 1, 0, 0
         if self.fill is not None:
             keys, values, first, offset, begin = self.fill

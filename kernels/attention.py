@@ -42,7 +42,6 @@ def rows_attention(
     first: int = 0,
     attention_mask: Tensor | None = None,
     layer_idx: int | None = None,
-    remember: bool = True,
     exact: ExactSlots | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
@@ -61,7 +60,6 @@ def rows_attention(
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
         layer_idx: of the layer: what its step computes of the mask serves the layers after it.
-        remember: keep what is computed of mask and rotation; compiled code uses their memory again without notice.
         exact: in a layer with exact tokens, these; rows of the tokens that they hold are not read.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout;
@@ -74,14 +72,12 @@ def rows_attention(
     if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
-    if not remember:
-        keys = ranges_of(attention_mask, shape, key.device)
-    elif attention_mask is None:
+    if attention_mask is None:
         keys = _ranges_without_mask(shape, key.device)
     else:
         keys = _step.ranges(attention_mask, shape, layer_idx)
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    prepared = _prepared(parameters, kernels, keys, rotation, packed, remember, exact)
+    prepared = _prepared(parameters, kernels, keys, rotation, packed, exact)
     output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
@@ -161,7 +157,6 @@ def _prepared(
     keys: KeyRanges,
     rotation: Rotation | None,
     query: Tensor,
-    remember: bool = True,
     exact: ExactSlots | None = None,
 ) -> dict[str, object]:
     """Arguments of `decode_attention` that do not change from step to step."""
@@ -171,19 +166,17 @@ def _prepared(
         most_programs = sm_count(device) * kernels.slices_per_sm
     starts = None
     if rotation is not None and parameters.layout.in_blocks:
-        starts = starts_of_blocks(rotation, parameters.layout, remember)
+        starts = starts_of_blocks(rotation, parameters.layout)
     prepared = {
         "layer": decode_layer(parameters, query.dtype, device),
         "ranges": keys,
         "starts_of_blocks": starts,
         "tiles": tiles,
         "most_programs": most_programs,
-        "remember": remember,
     }
     if exact is None:
         return prepared
-    codes = _step.codes(keys, exact) if remember else ranges_of_codes(keys, exact)
-    return prepared | {"ranges": codes, "exact": exact, "attended": keys}
+    return prepared | {"ranges": _step.codes(keys, exact), "exact": exact, "attended": keys}
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
@@ -218,14 +211,10 @@ def _layer_without_basis(
     return DecodeLayer(AttentionParameters(layout, shape, scaling, softcap=softcap), dtype, device)
 
 
-def starts_of_blocks(rotation: Rotation, layout: LayerLayout, remember: bool = True) -> Tensor:
-    """`decoding.block_starts`, made once for all layers and steps that go by a table.
-
-    Args:
-        remember: the table will not change; compiled code writes into its memory again.
-    """
+def starts_of_blocks(rotation: Rotation, layout: LayerLayout) -> Tensor:
+    """`decoding.block_starts`, made once for all layers and steps that go by a table."""
     cos = rotation[0]
-    keep = remember and not capturing(cos.device)
+    keep = not capturing(cos.device)
     return _starts.get(cos, (layout.rope_block,), lambda: block_starts(rotation, layout), keep=keep)
 
 

@@ -295,7 +295,6 @@ def decode_attention(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     attended: KeyRanges | None = None,
-    remember: bool = True,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -312,8 +311,6 @@ def decode_attention(
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`ranges.ranges_of_codes`).
-        remember: keep memory for other launches. What compiled code launches may not: its
-            memory is that of a CUDA graph, which uses it again.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
@@ -371,7 +368,7 @@ def decode_attention(
             -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
-        memory = _memory(sizes, key.device, remember)
+        memory = _memory(sizes, key.device)
         absorbed, constant, partial, partial_lse = memory[0].view(layer.dtype), *memory[1:]
         none = begin  # stands for a tensor that a kernel does not read
         with device_guard(key.device):
@@ -441,15 +438,14 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _memory(sizes: tuple[int, ...], device: torch.device, remember: bool = True) -> list[Tensor]:
+def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
     """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
 
-    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool, and so do the runs
-    by which torch.compile prepares a capture, which must not be remembered.
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
     """
     whole = [-(-size // 64) * 64 for size in sizes]
     memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    kept = remember and not capturing(device)
+    kept = not capturing(device)
     if kept:
         memory = _buffers.by_stream.get(place)
     if memory is None or memory.numel() < sum(whole):

@@ -139,13 +139,13 @@ def partial_attention(
     is_causal = attention_mask is None and seq_len > 1
     if is_causal:  # a prefill into an empty static cache: nothing attends behind the new keys
         kv_len = seq_len
-    eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_cpu = query.device.type == "cpu"
     if keys is None:
         keys = range(kv_len)
-        if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
+        if on_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
             keys = _attended(attention_mask)
     index = torch.arange(kv_len if is_causal else 0, device=query.device)
-    absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
+    absorb = on_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
 
     def active(start: int) -> slice:
         return slice(start if is_causal else 0, None)
@@ -284,9 +284,7 @@ def dense_attention(
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the width before it is padded below
-    is_causal = False
-    if attention_mask is None and seq_len > 1:  # a branch, since torch.compile would make the condition symbolic
-        is_causal = True
+    is_causal = attention_mask is None and seq_len > 1
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]

@@ -91,6 +91,7 @@ class RotorAttention(CompressedProjections):
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
 
+    @torch.compiler.disable(reason="attention of a compressed layer is left out of the graph")
     def forward(
         self,
         hidden_states: Tensor,
@@ -102,8 +103,6 @@ class RotorAttention(CompressedProjections):
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
-        if torch.compiler.is_compiling() and hidden_states.requires_grad:
-            refuse_compiled_gradients()
         given = None if position_embeddings is None else self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
@@ -114,7 +113,6 @@ class RotorAttention(CompressedProjections):
         served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
         served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
-        text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
             self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
         rotations = self.rope(span, given, hidden_states, served, cache, self.layer_idx)
@@ -137,7 +135,7 @@ class RotorAttention(CompressedProjections):
             else:
                 if rotations.query is None:
                     fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
-                made = appended(parameters, text, *projected, rotations, fill)
+                made = appended(parameters, *projected, rotations, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
@@ -149,7 +147,6 @@ class RotorAttention(CompressedProjections):
                 attention_mask,
                 rotations,
                 kernels,
-                text,
                 exact,
                 span,
                 fill is not None,
@@ -176,20 +173,11 @@ class RotorAttention(CompressedProjections):
             return query
         return query * scale.to(query.dtype).unflatten(-1, (-1, *[1] * (query.dim() - 2)))
 
-    # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
-    @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Tell whether the kernels serve the layer at all."""
         by_keys = self.shape.weighted_behind_rope and self.layout.rope_block is None  # keys have weights
         fits = self.sinks is None and not by_keys and not self.is_read_by_others
         return fits and layer_served(self.layout, self.shape, dtype, device)
-
-    @torch.compiler.assume_constant_result
-    def _described(self) -> str:
-        """The layer as operators take it."""
-        from ..kernels.operators import describe  # imports Triton
-
-        return describe(self.layout, self.shape, self.kernels)
 
     def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(
@@ -277,15 +265,6 @@ def attention_dropout(config: PreTrainedConfig) -> float:
     return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
 
 
-@torch.compiler.assume_constant_result
-def refuse_compiled_gradients() -> None:
-    """Raise UsageError: compiled attention has no gradients, and a compiler traces them wherever they are enabled."""
-    raise UsageError(
-        "torch.compile of a compressed model where gradients are enabled: its compiled attention has none.",
-        "Call it within torch.no_grad() or torch.inference_mode(); to train, leave out torch.compile.",
-    )
-
-
 def plain_rows(
     parameters: AttentionParameters, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,7 +285,6 @@ def plain_rows(
 
 def appended(
     parameters: AttentionParameters,
-    text: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -316,19 +294,32 @@ def appended(
     """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
 
     Args:
-        text: the layer as operators take it, while a compiler traces. query, key, value: as projections and norms put
-            them out. fill: where kernels rotate, see `append.append`.
+        query, key, value: as projections and norms put them out. fill: where kernels rotate, see `append.append`.
     """
-    from ..kernels import operators  # imports Triton
+    from ..kernels.append import append  # imports Triton
 
+    p = parameters
+    layer = {
+        "layout": p.layout,
+        "shape": p.shape,
+        "key_basis": p.key_basis,
+        "key_shift": p.key_shift,
+        "value_basis": p.value_basis,
+        "value_shift": p.value_shift,
+        "scale": p.scale,
+    }
     if rotations.query is None:
-        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places, fill)
+        asked = None if p.query_basis is None or rotations.table is None else query
+        made = append(key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, **layer)
+        if made.query is not None:
+            return made
+        return made._replace(query=query.transpose(1, 2) if query.dim() == 4 else query)
     of_queries, of_keys = rotations.weights
     queries = rotated(query.transpose(1, 2), rotations.query, of_queries)
     stored = key
     if parameters.key_basis is not None:
         stored = rotated(key.transpose(1, 2), rotations.stored, of_keys).transpose(1, 2)
-    made = operators.append(parameters, text, query, stored, value, None, None)._replace(query=queries)
+    made = append(stored, value, **layer)._replace(query=queries)
     if parameters.layout.exact is None:
         return made
     return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, of_keys))

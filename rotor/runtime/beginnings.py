@@ -47,13 +47,11 @@ def rotations_of_blocks(
     kept: Kept = getattr(cache, BEGINNINGS, {})
     held, fixed = kept.get((layer_type, block)), isinstance(offset, Tensor)
     start = None  # tokens in the cache, as far as the host knows
-    if not fixed or (offset.device.type == "cpu" and not torch.compiler.is_compiling()):
+    if not fixed or offset.device.type == "cpu":
         start = int(offset)
     if held is None or start == 0:
         if start:
             raise _unknown(f"the cache holds {start} tokens whose rotations are unknown")
-        if fixed and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(begun)  # type: ignore[no-untyped-call]
         setattr(cache, BEGINNINGS, kept | {(layer_type, block): begun})
         return begun
     if start is not None and start > held.shape[1] * block:
@@ -62,8 +60,8 @@ def rotations_of_blocks(
         raise _unknown(f"{len(begun)} sequences, and the cache holds the rotations of {len(held)}")
     found = _merged(held.to(begun.device), begun, place >= 0)
     writable = torch.is_inference_mode_enabled() or not held.is_inference()
-    if fixed and found.shape == held.shape and (writable or torch.compiler.is_compiling()):
-        return held.copy_(found)  # compiled code writes to the same memory each time
+    if fixed and found.shape == held.shape and writable:
+        return held.copy_(found)  # a CUDA graph reads this memory
     kept[layer_type, block] = found
     return found
 

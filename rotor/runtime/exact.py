@@ -136,10 +136,6 @@ class ExactRows:
         if self.keys is None or self.values is None:
             shape = (*new.key.shape[:2], self.exact.slots, new.key.shape[3])
             self.keys, self.values = new.key.new_zeros(shape), new.value.new_zeros(shape)
-            if fixed and not torch.compiler.is_compiling():
-                for tensor in (self.keys, self.values, self.begin):
-                    if isinstance(tensor, Tensor):
-                        torch._dynamo.mark_static_address(tensor)  # type: ignore[no-untyped-call]
         before = None
         if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
             key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
@@ -163,11 +159,7 @@ class ExactRows:
         if self.begin is None:
             self.begin = start.clone() if isinstance(start, Tensor) else start
         else:
-            begin = torch.minimum(self.begin, start) if isinstance(start, Tensor) else self.begin.clamp(max=start)
-            if torch.compiler.is_compiling():  # compiled code writes to the same memory each time
-                self.begin.copy_(begin)
-            else:
-                self.begin = begin
+            self.begin = torch.minimum(self.begin, start) if isinstance(start, Tensor) else self.begin.clamp(max=start)
         if isinstance(self.begin, Tensor) and _on_host(self.begin):
             first, self.latest = int(self.begin.min()), int(self.begin.max())
             self.begin = first if first == self.latest < FAR else self.begin
@@ -176,9 +168,8 @@ class ExactRows:
 
     def _stored(self, slots: Tensor, new: Tensor, offset: int | Tensor) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
-        tracing = torch.compiler.is_compiling()
         held = slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled())
-        if not tracing and (held or new.requires_grad):
+        if held or new.requires_grad:
             slots = slots.clone()
         first, newest, seq_len = self.exact.first, self.exact.newest, new.shape[2]
         count = min(seq_len, newest)
@@ -231,14 +222,14 @@ _first_real: OfPass[Tensor | int] = OfPass()
 
 def first_real_of_pass(mask: Tensor | None, span: TokenSpan, layer: int) -> Tensor | int:
     """`first_real`, computed once for the layers of a pass that share its mask."""
-    if mask is None or torch.compiler.is_compiling():
+    if mask is None:
         return first_real(mask, span)
     return _first_real(mask, (span.seq_len, span.kv_len), layer, lambda: first_real(mask, span))
 
 
 def _on_host(tensor: Tensor) -> bool:
     """Tell whether reading a number makes nobody wait."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
+    return tensor.device.type == "cpu"
 
 
 def host_span(span: TokenSpan) -> TokenSpan:
@@ -329,7 +320,7 @@ def division_of_pass(
         layer: index; what is computed for one serves later ones.
     """
     alike = isinstance(seen.begin, int) and not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
-    if torch.compiler.is_compiling() or not alike:
+    if not alike:
         return divided(exact, seen, mask, span)
     key = exact, seen.begin, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device
     return _divisions(mask, key, layer, lambda: divided(exact, seen, mask, span))

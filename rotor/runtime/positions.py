@@ -82,7 +82,7 @@ class PositionCheck:
                 holds tokens of unknown positions.
         """
         self._first_layer = layer_idx if self._first_layer is None else self._first_layer
-        if positions is None or torch.compiler.is_compiling() or layer_idx != self._first_layer:
+        if positions is None or layer_idx != self._first_layer:
             return
         seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
         if not compares and (hasattr(cache, SHIFTS) or torch.cuda.is_current_stream_capturing()):

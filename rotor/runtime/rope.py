@@ -78,7 +78,7 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
 def is_same(own: Rotation, given: Rotation) -> bool:
     """Tell whether the rotation by index is the one that the model was given; False on a device, whose answer would be
     waited for."""
-    if torch.compiler.is_compiling() or own[0].device.type != "cpu":
+    if own[0].device.type != "cpu":
         return False
     return all(torch.equal(a.expand_as(b), b) for a, b in zip(own, given, strict=True))
 
@@ -122,8 +122,6 @@ class RotaryTable:
     def when_read(self, form: KeyForm) -> Rotation:
         """`kernels.rotary.when_read` of the latest table, made once."""
         assert self._table is not None
-        if torch.compiler.is_compiling():
-            return when_read(self._table, form)
         if form not in self._read:
             self._read[form] = when_read(self._table, form)
         return self._read[form]
@@ -273,7 +271,7 @@ class BlocksAsGiven(NoRope):
         def make() -> Rotations:
             return self._made(span, whole, cache, kernels)
 
-        if torch.compiler.is_compiling() or isinstance(span.query_offset, Tensor):
+        if isinstance(span.query_offset, Tensor):
             return make()
         key = self.layer_type, self.block, *span[:4], id(cache), kernels
         return _as_given(whole[0], key, layer_idx, make)

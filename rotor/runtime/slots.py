@@ -65,7 +65,7 @@ def exact_slots(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span:
             ones.
     """
     known_to_host = mask is not None or not isinstance(seen.length, Tensor)
-    if torch.compiler.is_compiling() or not known_to_host:
+    if not known_to_host:
         return ExactSlots(seen.key, seen.value, *bounds_of(exact, seen, span))
     capturing = seen.key.is_cuda and torch.cuda.is_current_stream_capturing()
     begin = seen.begin if isinstance(seen.begin, int) else None  # a tensor is what the mask says

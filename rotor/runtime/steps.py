@@ -51,8 +51,7 @@ class AttentionCall(NamedTuple):
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
-    the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
-    a compiler traces.
+    the layer, for which the queries were made; None: plain PyTorch runs it.
     exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie, by `host_span`;
     filled: they are in the slots of `slots_to_fill`.
     """
@@ -66,7 +65,6 @@ class AttentionCall(NamedTuple):
     mask: Tensor | None
     rotations: Rotations
     kernels: LayerKernels | None = None
-    text: str = ""
     exact: NewTokens | None = None
     span: TokenSpan | None = None
     filled: bool = False
@@ -199,8 +197,8 @@ class CacheRows(RowStore):
     def slots_to_fill(
         self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, span: TokenSpan
     ) -> SlotsToFill | None:
-        tracing, offloaded = torch.compiler.is_compiling(), getattr(cache, "offloading", False)
-        if cache is None or parameters.layout.exact is None or span.seq_len > 1 or tracing or offloaded:
+        offloaded = getattr(cache, "offloading", False)
+        if cache is None or parameters.layout.exact is None or span.seq_len > 1 or offloaded:
             return None
         layer = with_exact_rows(cache, layer_idx, exact_tokens(parameters, layer_idx))
         mask = _over_all_keys(mask, span)
@@ -281,7 +279,7 @@ def _check_rows(cache: Cache, layer_idx: int, key: Tensor) -> None:
     """Check that a cache holds rows like the new ones; raises UsageError where another model filled it."""
     layers = getattr(cache, "layers", ())
     held = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
-    if not isinstance(held, Tensor) or held.dim() != 4 or torch.compiler.is_compiling():
+    if not isinstance(held, Tensor) or held.dim() != 4:
         return
     if (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
         raise UsageError(
@@ -339,10 +337,6 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
         rotation = call.rotations.table if parameters.layout.in_blocks else None
         inputs = call.query, key, value, parameters
         around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask, "exact": slots}
-        if torch.compiler.is_compiling():
-            from ..kernels.operators import traced_attention  # imports Triton
-
-            return traced_attention(*inputs, call.text, **around)
         from ..kernels.attention import rows_attention  # imports Triton
 
         return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
@@ -354,7 +348,7 @@ def without_gradients(output: Tensor, layout: LayerLayout) -> Tensor:
 
     So does a pass that reads none, a prompt beside exact tokens: what is trained so is not what is served.
     """
-    if layout.coded and output.requires_grad and not torch.compiler.is_compiling():
+    if layout.coded and output.requires_grad:
         output.register_hook(_refuse_gradients)
     return output
 

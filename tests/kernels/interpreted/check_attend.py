@@ -103,8 +103,6 @@ def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
         mask[..., :9] = False  # changed in place: its version tells
         check(attended(case, mask, layer_idx=3), case.exact(mask[:, 0])[0])
         assert len(seen) == 2
-        attended(case, mask, layer_idx=4, remember=False)
-        assert len(seen) == 3
     finally:
         attention.ranges_of = original
 
