@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +14,9 @@ from .decoding import MOST_ROWS, DecodeLayer, block_starts, decode_attention
 from .launch import capability_of, capturing, sm_count
 from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
+from .passes import Pass
 from .ranges import KeyRanges, ranges_of_codes
-from .remembered import Remembered, version_of
+from .remembered import Remembered
 from .rotary import Rotation
 from .slots import ExactSlots
 from .stock import (
@@ -41,8 +39,8 @@ def rows_attention(
     rotation: Rotation | None = None,
     first: int = 0,
     attention_mask: Tensor | None = None,
-    layer_idx: int | None = None,
     exact: ExactSlots | None = None,
+    now: Pass | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
@@ -59,8 +57,8 @@ def rows_attention(
         first: positions from the first of `rotation` to the first row of the cache, which a window has dropped.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
-        layer_idx: of the layer: what its step computes of the mask serves the layers after it.
         exact: in a layer with exact tokens, these; rows of the tokens that they hold are not read.
+        now: the pass, which has this mask: the keys that queries see are found once for its layers.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout;
         in a layer with exact tokens [batch_size, seq_len, num_heads * head_dim].
@@ -72,12 +70,10 @@ def rows_attention(
     if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
-    if attention_mask is None:
-        keys = _ranges_without_mask(shape, key.device)
-    else:
-        keys = _step.ranges(attention_mask, shape, layer_idx)
+    now = now or Pass()
+    keys = now.once(("ranges", shape), lambda: ranges_of(attention_mask, shape, key.device))
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    prepared = _prepared(parameters, kernels, keys, rotation, packed, exact)
+    prepared = _prepared(parameters, kernels, keys, rotation, packed, now, exact)
     output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
@@ -102,6 +98,7 @@ def attend_pages(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     new: tuple[Tensor, Tensor] | None = None,
+    now: Pass | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over pages, which hold the rows of the new tokens already.
 
@@ -125,6 +122,7 @@ def attend_pages(
         exact: in a layer with exact tokens, of sequences that decode these with the new ones; of prompts those before,
             which all new tokens then attend to exactly, None where nothing lies before.
         new: there, keys after RoPE and values of the new tokens, [tokens, num_kv_heads, head_dim].
+        now: the engine's step, for what layers share.
     Returns:
         [tokens, sum over query heads of value width], dtype of query; in a layer with exact tokens [tokens, num_heads *
         head_dim]. Undefined for tokens of no sequence.
@@ -132,7 +130,7 @@ def attend_pages(
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        prepared = _prepared(parameters, kernels, keys, rotation, query, exact=exact)
+        prepared = _prepared(parameters, kernels, keys, rotation, query, now or Pass(), exact)
         return decode_attention(query, key, value, **prepared, block_table=block_table, max_kv_len=max_kv_len, out=out)
     if new is not None and exact is None:
         output = prompts_alone(query, *new, parameters, query_start_loc, max_query_len, window, varlen)
@@ -157,6 +155,7 @@ def _prepared(
     keys: KeyRanges,
     rotation: Rotation | None,
     query: Tensor,
+    now: Pass,
     exact: ExactSlots | None = None,
 ) -> dict[str, object]:
     """Arguments of `decode_attention` that do not change from step to step."""
@@ -176,7 +175,10 @@ def _prepared(
     }
     if exact is None:
         return prepared
-    return prepared | {"ranges": _step.codes(keys, exact), "exact": exact, "attended": keys}
+    # Made once for layers with the same bounds. These are kept beside the result, so that no others get their ids.
+    bounds = keys, exact.first, exact.until
+    made = now.once(("codes", *map(id, bounds), capturing(device)), lambda: (bounds, ranges_of_codes(keys, exact)))
+    return prepared | {"ranges": made[-1], "exact": exact, "attended": keys}
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
@@ -227,39 +229,6 @@ def ranges_of_pages(
     return KeyRanges.packed(query_start_loc, kv_lens, tokens, max_query_len, window)
 
 
-class _Step(threading.local):
-    """The ranges of the mask of a thread's step: the layers go through it in their order, and all share its mask."""
-
-    key: tuple[object, ...] | None = None
-    layer = -1
-    mask: weakref.ref[Tensor] | None = None
-    known: KeyRanges
-    split: tuple[KeyRanges, tuple[int | None, ...], tuple[Any, ...], KeyRanges] | None = None
-
-    def ranges(self, mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
-        """The ranges of a mask, computed once a step: they serve only later layers than the last."""
-        key = shape, version_of(mask), capturing(mask.device)
-        same = self.mask is not None and self.mask() is mask and self.key == key
-        if not same or layer is None or layer <= self.layer:
-            self.known = ranges_of(mask, shape, mask.device)
-            self.mask, self.key = weakref.ref(mask), key
-        self.layer = -1 if layer is None else layer
-        return self.known
-
-    def codes(self, keys: KeyRanges, exact: ExactSlots) -> KeyRanges:
-        """`ranges_of_codes`, computed once for layers that share these ranges and what bounds codes."""
-        bounds, known = (exact.first, exact.until), self.split
-        versions = tuple(map(version_of, bounds))
-        if known is None or known[0] is not keys or known[1] != versions or any(
-            own() is not bound for own, bound in zip(known[2], bounds, strict=True)
-        ):  # fmt: skip
-            known = self.split = keys, versions, tuple(map(weakref.ref, bounds)), ranges_of_codes(keys, exact)
-        return known[3]
-
-
-_step = _Step()
-
-
 def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
     """The keys that queries attend to: those of a mask, or without one causally.
 
@@ -276,16 +245,3 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
     lengths = torch.full((batch_size,), seq_len, dtype=torch.int32, device=device)
     start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
     return KeyRanges.packed(start, lengths, batch_size * seq_len, seq_len)
-
-
-def _ranges_without_mask(shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
-    """Causal ranges, for all layers and steps of a stream that have this shape; inside a CUDA graph a part of it."""
-    if capturing(device):
-        return ranges_of(None, shape, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _ranges_cached(shape, device, stream)
-
-
-@lru_cache(maxsize=16)
-def _ranges_cached(shape: tuple[int, int, int], device: torch.device, stream: int) -> KeyRanges:
-    return ranges_of(None, shape, device)

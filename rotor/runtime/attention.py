@@ -24,14 +24,15 @@ from ..kernels.defaults import default_layer
 from ..kernels.dispatch import call_served, layer_served
 from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
+from ..kernels.passes import TokenSpan
 from ..kernels.reference import project_keys
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens, host_span
-from .rope import RotaryTable, Rotations, TokenSpan, rope_of
-from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
+from .exact import NewTokens
+from .rope import RotaryTable, Rotations, rope_of
+from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -56,9 +57,9 @@ class RotorAttention(CompressedProjections):
         family, shape, layout: the model's family, its sizes, and what this layer stores.
         biases: which of q, k, v, o have a bias in the source.
         rotary: table shared by the layers; None in a model without RoPE.
+        store: keeps the rows of the layers, see `RowStore`; by default of this one alone.
 
     kernels: how the Triton kernels run the layer: by rule, or as kernel_config.json of a loaded checkpoint says.
-    store: keeps the rows of the layer, see `RowStore`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RotorAttention(CompressedProjections):
         layout: LayerLayout,
         biases: frozenset[str],
         rotary: RotaryTable | None,
+        store: RowStore | None = None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
         config: Any = base.config
@@ -87,7 +89,7 @@ class RotorAttention(CompressedProjections):
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
-        self.store: Any = CacheRows()
+        self.store: Any = store or CacheRows()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
 
@@ -107,24 +109,30 @@ class RotorAttention(CompressedProjections):
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
-        span = self.store.token_span(cache, self.layer_idx, seq_len)
+        now = self.store.passes.find(
+            cache,
+            mask=attention_mask,
+            rotation=position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings,
+            span=self.store.token_span(cache, self.layer_idx, seq_len),
+            layer=self.layer_idx,
+            device=hidden_states.device,
+        )
         # What is given no cache stores no rows, and in a layer with exact tokens reads none.
         reads_rows = self.layout.exact is None or store.reads_rows(cache)
         served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
         served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
         if reads_rows:
-            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, given, hidden_states, served, cache, self.layer_idx)
+            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, batch_size, now)
+        rotations = self.rope(now, given, hidden_states, served, cache)
         rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
-            query = self._scaled(query, kwargs.get("position_ids"), span)
+            query = self._scaled(query, kwargs.get("position_ids"), now.span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact, fill = self._parameters_of_attention(), None, None
-            span = span if self.layout.exact is None else host_span(span)
             if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
@@ -134,22 +142,25 @@ class RotorAttention(CompressedProjections):
                 rows = plain_rows(parameters, *projected, rotations)
             else:
                 if rotations.query is None:
-                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
+                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, now)
                 made = appended(parameters, *projected, rotations, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
+            query, new_key, new_value = rows
             call = AttentionCall(
-                parameters,
-                self.layer_idx,
-                *rows,
-                cache,
-                attention_mask,
-                rotations,
-                kernels,
-                exact,
-                span,
-                fill is not None,
+                parameters=parameters,
+                layer_idx=self.layer_idx,
+                query=query,
+                key=new_key,
+                value=new_value,
+                cache=cache,
+                mask=attention_mask,
+                rotations=rotations,
+                now=now,
+                kernels=kernels,
+                exact=exact,
+                filled=fill is not None,
             )
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
@@ -181,20 +192,20 @@ class RotorAttention(CompressedProjections):
 
     def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(
-            self.layout,
-            self.shape,
-            self.scaling,
-            self.query_basis,
-            self.key_constant,
-            self.softcap,
-            self.key_basis,
-            self.key_shift,
-            self.value_basis,
-            self.value_shift,
-            self.output_basis,
-            self.value_constant,
-            row_scale(self),
-            self.sinks,
+            layout=self.layout,
+            shape=self.shape,
+            scaling=self.scaling,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            query_basis=self.query_basis,
+            key_constant=self.key_constant,
+            key_basis=self.key_basis,
+            key_shift=self.key_shift,
+            value_basis=self.value_basis,
+            value_shift=self.value_shift,
+            output_basis=self.output_basis,
+            value_constant=self.value_constant,
+            scale=row_scale(self),
         )
 
     def train(self, mode: bool = True) -> RotorAttention:

@@ -14,7 +14,7 @@ from ..kernels.rotary import Rotation
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from .rope import TokenSpan
+    from ..kernels.passes import TokenSpan
 
 BEGINNINGS = "rotor_beginnings"
 """Attribute of a cache: by the type of layers that RoPE tells apart and the size of blocks, cos and sin of each block's

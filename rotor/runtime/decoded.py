@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..kernels.decoded import decoded_attention
 from ..kernels.parameters import shown_by
+from ..kernels.passes import TokenSpan
 from .attention import RotorAttention
-from .rope import TokenSpan
 from .steps import Attend, AttentionCall, CacheRows, RowStore
 
 if TYPE_CHECKING:
@@ -70,8 +70,9 @@ def decoding(modules: Iterable[nn.Module], prompt: int | None = 1) -> Iterator[N
     stores = [module.store for module in chosen]
     try:
         if prompt is not None:
+            decoded = DecodedRows(prompt)
             for module in chosen:
-                module.store = DecodedRows(prompt)
+                module.store = decoded
         yield
     finally:
         for module, store in zip(chosen, stores, strict=True):

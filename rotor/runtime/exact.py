@@ -21,11 +21,9 @@ from transformers.cache_utils import (
 
 from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
-from ..kernels.exact import ExactKeys
 from ..kernels.parameters import shown_by
+from ..kernels.passes import Pass, TokenSpan
 from ..kernels.slots import SlotsToFill
-from .passes import OfPass
-from .rope import TokenSpan
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -66,6 +64,11 @@ class SeenTokens(NamedTuple):
     begin: Tensor | int
     until: int
     length: int | Tensor
+
+    def known(self, exact: ExactTokens) -> tuple[object, ...]:
+        """What tells apart the exact tokens of the layers of a pass: tensors among it are alike in all of them."""
+        numbers = (None if isinstance(number, Tensor) else number for number in self[2:])
+        return exact, *numbers, len(self.key), self.key.device
 
 
 class Division(NamedTuple):
@@ -217,28 +220,9 @@ def first_real(mask: Tensor | None, span: TokenSpan) -> Tensor | int:
     return torch.where(real.any(-1), real.int().argmax(-1) + offset, FAR)
 
 
-_first_real: OfPass[Tensor | int] = OfPass()
-
-
-def first_real_of_pass(mask: Tensor | None, span: TokenSpan, layer: int) -> Tensor | int:
-    """`first_real`, computed once for the layers of a pass that share its mask."""
-    if mask is None:
-        return first_real(mask, span)
-    return _first_real(mask, (span.seq_len, span.kv_len), layer, lambda: first_real(mask, span))
-
-
 def _on_host(tensor: Tensor) -> bool:
     """Tell whether reading a number makes nobody wait."""
     return tensor.device.type == "cpu"
-
-
-def host_span(span: TokenSpan) -> TokenSpan:
-    """A span whose offset is a number where the host knows it, else a copy of the tensor that a static cache counts in,
-    which changes when tokens are stored."""
-    offset = span.query_offset
-    if not isinstance(offset, Tensor):
-        return span
-    return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
 
 
 def ring_index(exact: ExactTokens, length: int | Tensor, device: torch.device) -> Tensor:
@@ -308,26 +292,11 @@ def _rows_seen(shown: Tensor) -> range | None:
     return range(first - first % 64, int(places[-1]) + 1)
 
 
-_divisions: OfPass[Division] = OfPass()
-
-
-def division_of_pass(
-    exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int
-) -> Division:
-    """`divided`, computed once for the layers of a pass that are alike.
-
-    Args:
-        layer: index; what is computed for one serves later ones.
-    """
-    alike = isinstance(seen.begin, int) and not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
-    if not alike:
-        return divided(exact, seen, mask, span)
-    key = exact, seen.begin, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device
-    return _divisions(mask, key, layer, lambda: divided(exact, seen, mask, span))
-
-
-def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
-    return ExactKeys(seen.key, seen.value, division.exact)
+def division_of_pass(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, now: Pass) -> Division:
+    """`divided`, computed once for the layers of a pass that are alike; the masks of many queries are not kept."""
+    if now.span.seq_len > REMEMBERED_QUERIES:
+        return divided(exact, seen, mask, now.span)
+    return now.once(("division", *seen.known(exact)), lambda: divided(exact, seen, mask, now.span))
 
 
 class WithExactRows:

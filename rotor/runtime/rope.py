@@ -10,31 +10,16 @@ from torch import Tensor, nn
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
+from ..kernels.passes import Pass, TokenSpan
 from ..kernels.rotary import Rotation, relative, when_read, within_blocks
 from .beginnings import rotations_of_blocks
-from .passes import OfPass
-from .positions import PositionCheck
+from .positions import check_positions
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
-
-
-class TokenSpan(NamedTuple):
-    """Where the tokens of a pass lie in the cache.
-
-    query_offset, seq_len: index of the first new token, and number of new tokens.
-    kv_offset, kv_len: index of the first key that is attended to, and number of these keys.
-    indices: of the new tokens, where they are not neighbours.
-    """
-
-    query_offset: Any
-    seq_len: int
-    kv_offset: Any
-    kv_len: int
-    indices: Tensor | None = None
 
 
 class Rotations(NamedTuple):
@@ -103,7 +88,6 @@ class RotaryTable:
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
-        self.check_positions = PositionCheck()
         self._key: tuple[torch.device, torch.dtype] | None = None
         self._table: Rotation | None = None
         self._read: dict[KeyForm, Rotation] = {}
@@ -144,19 +128,17 @@ class NoRope:
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         """The rotations of a pass.
 
         Args:
-            span: where its tokens lie. given: cos and sin that the model passes to attention, [batch_size or 1,
-                seq_len, rotary_dim] each. like: a tensor of the pass. kernels: the kernels serve it.
-            cache: that the keys go into. layer_idx: the layer.
+            given: cos and sin that the model passes to attention, [batch_size or 1, seq_len, rotary_dim] each.
+            like: a tensor of the pass. kernels: the kernels serve it. cache: that the keys go into.
         """
         return Rotations()
 
@@ -165,9 +147,8 @@ class NoRope:
         positions: Tensor | None,
         mask: Tensor | None,
         cache: Cache | None,
-        layer_idx: int,
         batch_size: int,
-        span: TokenSpan,
+        now: Pass,
     ) -> None:
         """Check that keys are rotated by the positions that the model was given; raises UsageError if not."""
 
@@ -177,12 +158,11 @@ class PostRope(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         assert given is not None
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
@@ -203,13 +183,16 @@ class InBlocks(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
+        key = "rotations", self.table, self.block, self.with_exact, kernels, like.dtype
+        return now.once(key, lambda: self._made(now.span, given, like, kernels))
+
+    def _made(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
 
         Kernels rotate new exact keys by the table, which begins at index 0 for them, as it did for those of before.
@@ -236,13 +219,13 @@ class InBlocks(NoRope):
         positions: Tensor | None,
         mask: Tensor | None,
         cache: Cache | None,
-        layer_idx: int,
         batch_size: int,
-        span: TokenSpan,
+        now: Pass,
     ) -> None:
-        if span.indices is None:  # with `indices`, parallel.forward compares all tokens at once
-            where = layer_idx, batch_size, span.query_offset, span.kv_offset
-            self.table.check_positions(positions, mask, cache, *where)
+        span = now.span
+        if positions is not None and span.indices is None:  # else parallel.forward compares all tokens at once
+            given, where = positions, (batch_size, span.query_offset, span.kv_offset)
+            now.once(("positions", self.table), lambda: check_positions(given, mask, cache, *where))
 
 
 class BlocksAsGiven(NoRope):
@@ -258,23 +241,17 @@ class BlocksAsGiven(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         assert given is not None
         whole: Rotation = given
 
-        def make() -> Rotations:
-            return self._made(span, whole, cache, kernels)
-
-        if isinstance(span.query_offset, Tensor):
-            return make()
-        key = self.layer_type, self.block, *span[:4], id(cache), kernels
-        return _as_given(whole[0], key, layer_idx, make)
+        key = "rotations", self.layer_type, self.block, kernels
+        return now.once(key, lambda: self._made(now.span, whole, cache, kernels))
 
     def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None, kernels: bool) -> Rotations:
         cos, sin = given
@@ -290,9 +267,6 @@ class BlocksAsGiven(NoRope):
         if not isinstance(span.kv_offset, int) or span.kv_offset % self.block:
             read = read[0].unsqueeze(1), read[1].unsqueeze(1)  # rows begin within a block: in any order
         return Rotations(whole, stored, read, exact=whole)
-
-
-_as_given: OfPass[Rotations] = OfPass()
 
 
 def _rotation(planes: Tensor) -> Rotation:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
 from ..checkpoint.layout import ExactTokens
-from ..kernels.slots import ExactSlots
+from ..kernels.passes import Pass, TokenSpan
+from ..kernels.slots import ExactSlots, SlotBounds
 from .exact import LATEST, SeenTokens, ring_index
-from .passes import OfPass
-from .rope import TokenSpan
 
 
-class Bounds(NamedTuple):
-    """Fields of `ExactSlots` but keys and values."""
-
-    places: Tensor
-    first: Tensor
-    until: Tensor
-
-
-def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
+def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> SlotBounds:
     """Compute where the tokens of each slot lie among the rows, and which rows are read; nothing waits for the device.
 
     Args:
@@ -47,30 +35,18 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> Bounds:
     places = torch.cat(index, -1)
     until = (new - exact.newest + 1).clamp(min=seen.until)
     until = torch.minimum(until, new[:1]) - kv_offset
-    return Bounds(
-        torch.where(places >= 0, places - kv_offset, -1).int(),
-        (codes[:, 0] - kv_offset).int(),
-        until.int().expand(batch_size, -1).contiguous(),
+    return SlotBounds(
+        places=torch.where(places >= 0, places - kv_offset, -1).int(),
+        first=(codes[:, 0] - kv_offset).int(),
+        until=until.int().expand(batch_size, -1).contiguous(),
     )
 
 
-_bounds: OfPass[Bounds] = OfPass()
-
-
-def exact_slots(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int) -> ExactSlots:
+def exact_slots(exact: ExactTokens, seen: SeenTokens, now: Pass) -> ExactSlots:
     """Exact tokens of a layer that the kernels read in a pass.
 
     Args:
-        exact: of the layer, within its window. mask: of the pass. layer: index; what is computed for one serves later
-            ones.
+        exact: of the layer, within its window.
     """
-    known_to_host = mask is not None or not isinstance(seen.length, Tensor)
-    if not known_to_host:
-        return ExactSlots(seen.key, seen.value, *bounds_of(exact, seen, span))
-    capturing = seen.key.is_cuda and torch.cuda.is_current_stream_capturing()
-    begin = seen.begin if isinstance(seen.begin, int) else None  # a tensor is what the mask says
-    length = None if isinstance(seen.length, Tensor) else seen.length
-    sizes = span.seq_len, span.kv_len, length, len(seen.key)
-    key = exact, begin, seen.until, *sizes, seen.key.device, capturing
-    bounds = _bounds(mask, key, layer, lambda: bounds_of(exact, seen, span))
+    bounds = now.once(("bounds", *seen.known(exact)), lambda: bounds_of(exact, seen, now.span))
     return ExactSlots(seen.key, seen.value, *bounds)

@@ -16,10 +16,11 @@ from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens
 from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.parameters import AttentionParameters
+from ..kernels.passes import Pass
 from ..kernels.reference import partial_attention, project_keys
 from ..kernels.rotary import Rotation, when_read
 from ..kernels.rows import pack_layer, row_dtype
-from ..kernels.slots import ExactSlots
+from ..kernels.slots import ExactSlots, SlotBounds
 from .shards import Shard
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class StepRequests:
     most_decoded: most new tokens of a decoding request. most_keys: most keys of a request.
     starts, query_start_loc: tokens of the step before each request, and all of them, on the host and on the device.
     lengths: upper bounds of the tokens of each sequence, known without asking the device.
+    now: what the kernels compute once for all layers.
     """
 
     num_decodes: int
@@ -43,8 +45,9 @@ class StepRequests:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    now: Pass = field(default_factory=Pass)
     _requests: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    _bounds: dict[tuple[int, int, int], ExactBounds] = field(default_factory=dict)
+    _bounds: dict[tuple[int, int, int], SlotBounds] = field(default_factory=dict)
 
     def requests(self, first: int, end: int, window: int | None) -> dict[str, Any]:
         """Arguments of `attend_pages` for requests that all decode, or are all prompts; made once a step.
@@ -74,9 +77,7 @@ class StepRequests:
             known |= {"query_start_loc": locations, "kv_lens": kv_lens}
         return known
 
-    def bounds(
-        self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None
-    ) -> ExactBounds:
+    def bounds(self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None) -> SlotBounds:
         """The exact tokens of the same requests, made once a step. Requests that decode read the newest with the new
         ones, prompts those before the new ones; both the first.
 
@@ -105,7 +106,7 @@ class StepRequests:
                 sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
                 there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
                 index = torch.cat([torch.where(there, sink, -1), index], -1)
-            known = ExactBounds(index.int(), codes.int(), until.int())
+            known = SlotBounds(index.int(), codes.int(), until.int())
             self._bounds[first, end, newest] = known
         return known
 
@@ -114,14 +115,6 @@ class StepRequests:
         return all(
             self.lengths[request] == self.starts[request + 1] - self.starts[request] for request in range(first, end)
         )
-
-
-class ExactBounds(NamedTuple):
-    """Which exact tokens requests read from pages, and which keys codes serve; see `kernels.slots.ExactSlots`."""
-
-    places: Tensor
-    first: Tensor
-    until: Tensor
 
 
 class ExactPages(NamedTuple):
@@ -270,7 +263,8 @@ class PagedLayer:
                 around["exact"] = self._slots(exact, of_run, step, first, end)
             attend_pages(
                 query[part], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
-                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part], **around,
+                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part],
+                now=step.now, **around,
             )  # fmt: skip
 
     def _own(self, new: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:

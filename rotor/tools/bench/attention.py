@@ -26,6 +26,7 @@ from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
 from ...kernels.exact import ExactKeys, RowKeys, attend_to_both
 from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...kernels.passes import Pass
 from ...kernels.rotary import Rotation, rotate, when_read
 from ...kernels.slots import ExactSlots
 from .records import quartiles
@@ -204,7 +205,7 @@ def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
 
     p = problem
     launches = kernels or default_layer(p.parameters.layout)
-    options: dict[str, Any] = {"rotation": p.rotation, "layer_idx": 0, "exact": p.slots}
+    options: dict[str, Any] = {"rotation": p.rotation, "exact": p.slots, "now": Pass()}
     return lambda: rows_attention(p.query, p.key, p.value, p.parameters, launches, **options)
 
 
