@@ -137,7 +137,7 @@ class RotorAttention(CompressedProjections):
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
                 if reads_rows:
-                    rows = exact_rows(parameters, exact, projected[0], projected[1], rotations)
+                    rows = exact_rows(parameters, exact, projected[1], rotations)
             elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
@@ -333,7 +333,7 @@ def appended(
     made = append(stored, value, **layer)._replace(query=queries)
     if parameters.layout.exact is None:
         return made
-    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, of_keys))
+    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.query, of_keys))
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
@@ -343,25 +343,23 @@ def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) 
         query, key, value: heads as projections and norms put them out, [batch_size, seq_len, heads, head_dim].
     """
     sides = zip((query, key), rotations.weights, strict=True)
-    query, key = (rotated(side.transpose(1, 2), rotations.exact, weight) for side, weight in sides)
+    query, key = (rotated(side.transpose(1, 2), rotations.query, weight) for side, weight in sides)
     return NewTokens(query, key, value.transpose(1, 2))
 
 
 def exact_rows(
-    parameters: AttentionParameters, exact: NewTokens, query: Tensor, key: Tensor, rotations: Rotations
+    parameters: AttentionParameters, exact: NewTokens, key: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make queries and rows of a layer with exact tokens, as `plain_rows` does of others.
 
     Args:
-        query, key: heads as projections and norms put them out.
+        key: heads as projections and norms put them out.
     """
-    layout, same = parameters.layout, rotations.query is rotations.exact
-    weights = rotations.weights
-    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query, weights[0])
-    stored_so = rotations.stored is rotations.exact
-    keys = exact.key if stored_so else rotated(key.transpose(1, 2), rotations.stored, weights[1])
+    layout, keys = parameters.layout, exact.key
+    if rotations.stored is not rotations.query:
+        keys = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
     latents, values = project_rows(keys, exact.value, parameters)
-    return queries, pack_layer(latents, layout, True, parameters.scale), pack_layer(values, layout, keys=False)
+    return exact.query, pack_layer(latents, layout, True, parameters.scale), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None, weight: Tensor | None) -> Tensor:

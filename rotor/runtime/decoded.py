@@ -45,8 +45,17 @@ class DecodedRows(RowStore):
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         assert call.exact is not None
         begin = None if call.mask is None else first_seen(call.mask)
-        rows = call.query, call.key, call.value, call.exact, call.parameters, call.rotations.read, call.mask
-        return decoded_attention(*rows, prompt=self.prompt, begin=begin)
+        return decoded_attention(
+            call.query,
+            call.key,
+            call.value,
+            exact=(call.exact.key, call.exact.value),
+            parameters=call.parameters,
+            key_rotation=call.rotations.read,
+            attention_mask=call.mask,
+            prompt=self.prompt,
+            begin=begin,
+        )
 
 
 def first_seen(mask: Tensor) -> Tensor:

@@ -42,7 +42,8 @@ class NewTokens(NamedTuple):
     """The new tokens of a pass as the model makes them, KV heads in the order of the layout.
 
     query: [batch_size, num_heads, seq_len, head_dim]. key, value: [batch_size, num_kv_heads, seq_len, head_dim].
-    Queries and keys are rotated by the positions that the model was given.
+    Queries and keys are rotated as queries meet rows: in blocks by their index in the cache, whatever positions the
+    model was given, so that plain PyTorch and the kernels read one cache alike.
     """
 
     query: Tensor

@@ -31,7 +31,7 @@ class Rotations(NamedTuple):
         a row for each new token. Beside `query`: of the beginnings of blocks, [batch_size or 1, blocks, rotary_dim].
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
-    exact: of new queries and keys as the model was given positions; that of queries where it is the same.
+    given: of new tokens as the model was given positions, where these may count from another token than `query` does.
     weights: what rotated queries and keys are multiplied by, [head_dim] each; None where by nothing.
     """
 
@@ -41,7 +41,7 @@ class Rotations(NamedTuple):
     table: Rotation | None = None
     places: Tensor | None = None
     first: int = 0
-    exact: Rotation | None = None
+    given: Rotation | None = None
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -167,8 +167,8 @@ class PostRope(NoRope):
         assert given is not None
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
         if kernels:
-            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)), exact=rotation)
-        return Rotations(rotation, rotation, exact=rotation)
+            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
+        return Rotations(rotation, rotation)
 
 
 class InBlocks(NoRope):
@@ -195,24 +195,22 @@ class InBlocks(NoRope):
     def _made(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
 
-        Kernels rotate new exact keys by the table, which begins at index 0 for them, as it did for those of before.
+        Exact keys are rotated by the table, too, whatever the model was given: then it begins at index 0 in all passes.
         """
-        first = span.kv_offset if kernels and self.with_exact else span.kv_offset % self.block
+        first = span.kv_offset if self.with_exact else span.kv_offset % self.block
         start = span.kv_offset - first
         index = span.indices
         if index is None:
             index = torch.arange(span.seq_len, device=like.device) + (span.query_offset - start)
         dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, so these must be exact
         table = self.table(first + span.kv_len, like.device, dtype)
-        exact = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         if kernels:
-            return Rotations(table=table, places=index, first=first, exact=exact)
+            return Rotations(table=table, places=index, first=first)
         read = self.table.when_read(self.form)
         stored = None if self.form == PRE_ROPE else within_blocks(table, index, self.form)
         query, rows = rows_of(table, index), slice(first, first + span.kv_len)
-        if exact is not None and is_same(query, exact):
-            exact = query
-        return Rotations(query, stored, rows_of(read, rows), table, exact=exact)
+        as_given = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
+        return Rotations(query, stored, rows_of(read, rows), table, given=as_given)
 
     def check(
         self,
@@ -261,12 +259,12 @@ class BlocksAsGiven(NoRope):
             new = torch.arange(span.seq_len, device=cos.device) + span.query_offset
             stored = relative(whole, _rotation(begun[:, None, new // self.block]))
         if kernels:
-            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset, exact=whole)
+            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset)
         keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
         read = _rotation(begun[:, keys // self.block])
         if not isinstance(span.kv_offset, int) or span.kv_offset % self.block:
             read = read[0].unsqueeze(1), read[1].unsqueeze(1)  # rows begin within a block: in any order
-        return Rotations(whole, stored, read, exact=whole)
+        return Rotations(whole, stored, read)
 
 
 def _rotation(planes: Tensor) -> Rotation:

@@ -26,7 +26,7 @@ from ..kernels.reference import attention, dense_attention
 from ..kernels.rotary import rotate
 from ..kernels.slots import ExactSlots, SlotsToFill
 from .exact import Division, NewTokens, SeenTokens, division_of_pass, first_real, with_exact_rows
-from .rope import Rotations
+from .rope import Rotations, is_same
 from .slots import exact_slots
 
 if TYPE_CHECKING:
@@ -96,12 +96,12 @@ class SharedRows(NamedTuple):
         missing = exact.key.shape[2] - query.shape[2]
         query = query.unflatten(1, (own.num_kv_heads, -1))[:, order].flatten(1, 2)
         query = functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
-        by_row, given, of_rows = call.rotations.query, call.rotations.exact, query
-        if by_row is not given and by_row is not None and given is not None:  # rows count from the cache's first
+        by_index, given = call.rotations.query, call.rotations.given
+        if by_index is not None and given is not None and not is_same(by_index, given):
             wide = torch.promote_types(query.dtype, torch.float32)
             before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
-            of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
-        output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
+            query = rotate(before, by_index[0].to(wide), by_index[1].to(wide)).to(query.dtype)
+        output = self.attend(call._replace(query=query, exact=exact._replace(query=query)))[:, missing:]
         output = without_gradients(output, call.parameters.layout)
         places = [order.index(head) for head in range(len(order))]
         return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
