@@ -8,7 +8,7 @@ All of it is one launch. A program makes some words of a group's row for some to
 each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
 product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
 computed once for each, which costs little beside reading the basis. The row of a joint group of codes has a scale, by
-all of its latents: there programs leave latents in memory, and the last one of a group codes them (`coding`).
+all of its latents: there programs leave latents in memory, and the last one of a group codes them (`quantise`).
 
 Lower bound of the time: bytes of the basis, keys and rows over memory bandwidth; in decoding the basis is nearly all.
 """
@@ -29,11 +29,11 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, CodedRow, RowScale
 
 from .arrivals import counters, last_of, prepare_counters
-from .coding import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
+from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
+from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
 from .rotary import Rotation
 from .rows import as_loaded, row_dtype
-from .slots import SlotsToFill
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV

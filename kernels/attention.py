@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
-from .decoding import MOST_ROWS, DecodeLayer, block_starts, decode_attention
+from .decode_launch import MOST_ROWS, DecodeLayer, block_starts, decode_attention
+from .exact_slots import ExactSlots
+from .expand import PagesOf
 from .launch import capability_of, capturing, sm_count
-from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
-from .passes import Pass
+from .passes import Pass, version_of
 from .ranges import KeyRanges, ranges_of_codes
-from .remembered import Remembered
 from .rotary import Rotation
-from .slots import ExactSlots
 from .stock import (
     Varlen,
     packed_attention,
@@ -27,6 +29,8 @@ from .stock import (
     prompt_with_exact,
     prompts_alone,
 )
+
+Made = TypeVar("Made")
 
 
 def rows_attention(
@@ -181,6 +185,37 @@ def _prepared(
     return prepared | {"ranges": made[-1], "exact": exact, "attended": keys}
 
 
+class Remembered(Generic[Made]):
+    """Results by the tensor that they were made of. They must not hold that tensor itself, or it lives for ever.
+
+    most: results that are kept of a tensor; the oldest goes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def get(self, tensor: Tensor, key: tuple[object, ...], make: Callable[[], Made], keep: bool = True) -> Made:
+        """The result for a tensor and a key; made if it is not known.
+
+        Args:
+            keep: remember what is made.
+        """
+        version = version_of(tensor)
+        of_version, results = self._made.get(tensor, (version, {}))
+        if of_version == version and key in results:
+            known: Made = results[key]
+            return known
+        made = make()
+        if keep:
+            kept = results if of_version == version else {}
+            while len(kept) >= self.most:
+                del kept[next(iter(kept))]
+            kept[key] = made
+            self._made[tensor] = version, kept
+        return made
+
+
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
 _starts: Remembered[Tensor] = Remembered(most=64)
 
@@ -214,7 +249,7 @@ def _layer_without_basis(
 
 
 def starts_of_blocks(rotation: Rotation, layout: LayerLayout) -> Tensor:
-    """`decoding.block_starts`, made once for all layers and steps that go by a table."""
+    """`decode_launch.block_starts`, made once for all layers and steps that go by a table."""
     cos = rotation[0]
     keep = not capturing(cos.device)
     return _starts.get(cos, (layout.rope_block,), lambda: block_starts(rotation, layout), keep=keep)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from .launch import capturing
-from .remembered import version_of
 
 Made = TypeVar("Made")
 
@@ -119,3 +118,8 @@ class Passes(threading.local):
         # Passes that have gone beyond this layer have ended, or are another thread of thought: they begin anew.
         self._known = [known for known in self._known if known.now.layer < layer] + [_Known(refs, key, now)]
         return now
+
+
+def version_of(tensor: Tensor) -> int | None:
+    """Number of times that a tensor was written to; an inference tensor does not count that."""
+    return None if tensor.is_inference() else tensor._version

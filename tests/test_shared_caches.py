@@ -25,7 +25,7 @@ from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
 from rotor.checkpoint.layout import ExactTokens
 from rotor.errors import UnsupportedModelError, UsageError
-from rotor.kernels.reference import dense_attention
+from rotor.kernels.reference.attention import dense_attention
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
 from rotor.models.source import Checkpoint

@@ -14,8 +14,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
-from ..kernels.exact import read_values
 from ..kernels.passes import TokenSpan
+from ..kernels.reference.exact import read_values
 from ..logs import log
 from ..runtime.attention import RotorAttention
 from ..runtime.rope import BlocksAsGiven

@@ -22,10 +22,10 @@ from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import call_served, layer_served
-from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
 from ..kernels.passes import TokenSpan
-from ..kernels.reference import project_keys
+from ..kernels.reference.attention import project_keys
+from ..kernels.reference.exact import project_rows
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from ..kernels.append import Appended
-    from ..kernels.slots import SlotsToFill
+    from ..kernels.exact_slots import SlotsToFill
     from .steps import Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..kernels.decoded import decoded_attention
 from ..kernels.parameters import shown_by
 from ..kernels.passes import TokenSpan
+from ..kernels.reference.whole_rows import decoded_attention
 from .attention import RotorAttention
 from .steps import Attend, AttentionCall, CacheRows, RowStore
 

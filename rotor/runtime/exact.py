@@ -21,9 +21,9 @@ from transformers.cache_utils import (
 
 from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
+from ..kernels.exact_slots import ExactSlots, SlotBounds, SlotsToFill
 from ..kernels.parameters import shown_by
 from ..kernels.passes import Pass, TokenSpan
-from ..kernels.slots import SlotsToFill
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -298,6 +298,48 @@ def division_of_pass(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, 
     if now.span.seq_len > REMEMBERED_QUERIES:
         return divided(exact, seen, mask, now.span)
     return now.once(("division", *seen.known(exact)), lambda: divided(exact, seen, mask, now.span))
+
+
+def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> SlotBounds:
+    """Compute where the tokens of each slot lie among the rows, and which rows are read; nothing waits for the device.
+
+    Args:
+        exact: of the layer, within its window.
+    """
+    device, batch_size = seen.key.device, len(seen.key)
+    offset, kv_offset = span.query_offset, span.kv_offset
+    begin = seen.begin
+    if isinstance(begin, int):
+        begin = torch.full((batch_size,), min(begin, LATEST), device=device)
+    begin = begin.clamp(max=LATEST)[:, None]
+    codes = begin + exact.first
+    first = begin + torch.arange(exact.first, device=device)
+    newest = ring_index(exact, seen.length, device).expand(batch_size, -1)
+    index = [
+        torch.where(first < seen.length, first, -1),
+        torch.where((newest >= max(seen.until, 0)) & (newest >= codes), newest, -1),
+    ]
+    new = torch.arange(span.seq_len, device=device) + offset
+    if span.seq_len > 1:
+        index.append(new.expand(batch_size, -1))
+    places = torch.cat(index, -1)
+    until = (new - exact.newest + 1).clamp(min=seen.until)
+    until = torch.minimum(until, new[:1]) - kv_offset
+    return SlotBounds(
+        places=torch.where(places >= 0, places - kv_offset, -1).int(),
+        first=(codes[:, 0] - kv_offset).int(),
+        until=until.int().expand(batch_size, -1).contiguous(),
+    )
+
+
+def exact_slots(exact: ExactTokens, seen: SeenTokens, now: Pass) -> ExactSlots:
+    """Exact tokens of a layer that the kernels read in a pass.
+
+    Args:
+        exact: of the layer, within its window.
+    """
+    bounds = now.once(("bounds", *seen.known(exact)), lambda: bounds_of(exact, seen, now.span))
+    return ExactSlots(seen.key, seen.value, *bounds)
 
 
 class WithExactRows:

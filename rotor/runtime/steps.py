@@ -19,15 +19,14 @@ from torch.nn import functional
 from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens, LayerLayout
 from ..errors import UsageError
-from ..kernels.exact import ExactKeys, RowKeys, attend_to_both
+from ..kernels.exact_slots import ExactSlots, SlotsToFill
 from ..kernels.parameters import AttentionParameters, seq_len_of
 from ..kernels.passes import Pass, Passes, TokenSpan
-from ..kernels.reference import attention, dense_attention
+from ..kernels.reference.attention import attention, dense_attention
+from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both
 from ..kernels.rotary import rotate
-from ..kernels.slots import ExactSlots, SlotsToFill
-from .exact import Division, NewTokens, SeenTokens, division_of_pass, first_real, with_exact_rows
+from .exact import Division, NewTokens, SeenTokens, division_of_pass, exact_slots, first_real, with_exact_rows
 from .rope import Rotations, is_same
-from .slots import exact_slots
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -209,7 +208,7 @@ class CacheRows(RowStore):
 
 
 def _stored_exactly(call: AttentionCall) -> Attend:
-    """Store rows and exact tokens in a cache, and let layers attend to both; see kernels.exact for the result."""
+    """Store rows and exact tokens in a cache, and let layers attend to both; see kernels.reference.exact."""
     exact, span = call.exact, call.now.span
     assert exact is not None
     expected = (len(exact.key), call.parameters.shape.num_heads, span.seq_len, span.kv_len)

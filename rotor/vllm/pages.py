@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens
-from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
+from ..kernels.exact_slots import ExactSlots, SlotBounds
 from ..kernels.parameters import AttentionParameters
 from ..kernels.passes import Pass
-from ..kernels.reference import partial_attention, project_keys
+from ..kernels.reference.attention import partial_attention, project_keys
+from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.rotary import Rotation, when_read
 from ..kernels.rows import pack_layer, row_dtype
-from ..kernels.slots import ExactSlots, SlotBounds
 from .shards import Shard
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ class PagedLayer:
         return tokens * self.parameters.heads_per_group <= MOST_ROWS
 
     def prepare(self, device: torch.device) -> None:
-        """Put tables on the device, and allocate for a moment the memory in which prompts are materialised."""
+        """Put tables on the device, and allocate for a moment the memory in which prompts are expanded."""
         if self.kernels is None or device.type != "cuda":
             return
         from ..kernels.append import prepare  # imports Triton
@@ -396,14 +396,14 @@ class PagedLayer:
 
     @property
     def widest(self) -> int:
-        """Width of a head as prompts are materialised."""
+        """Width of a head as prompts are expanded."""
         shape, groups = self.shard.shape, self.shard.layout.groups
         values = max(group.values.width for group in groups)
         return max(values, shape.head_dim if shape.rotary_dim else max(group.key.width for group in groups))
 
     @property
     def most_keys(self) -> int:
-        """Keys of prompts that are materialised at once; a single longer prompt may exceed it."""
+        """Keys of prompts that are expanded at once; a single longer prompt may exceed it."""
         from ..kernels.stock import MOST_BYTES  # imports Triton
 
         return MOST_BYTES // (2 * self.shard.shape.num_kv_heads * self.widest * self.dtype.itemsize)

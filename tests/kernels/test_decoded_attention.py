@@ -10,7 +10,7 @@ from support.kernel_cases import LAYERS, Case, case_of, causal
 from torch import Tensor
 
 from rotor.checkpoint.layout import ExactTokens
-from rotor.kernels.decoded import QUERY_BLOCK, decoded_attention
+from rotor.kernels.reference.whole_rows import QUERY_BLOCK, decoded_attention
 from rotor.kernels.rotary import when_read
 
 ROTATED = [name for name in LAYERS if name != "no rope"]

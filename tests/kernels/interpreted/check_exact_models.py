@@ -67,11 +67,11 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
 
     phi3 has other frequencies behind 128 tokens: the prompt ends before them, within a block.
     """
-    from rotor.kernels import decoding, stock
+    from rotor.kernels import decode_launch, stock
 
     called = []
-    finish, expand = decoding._finish, stock._expanded
-    monkeypatch.setattr(decoding, "_finish", lambda *given: called.append("finish") or finish(*given))
+    finish, expand = decode_launch._finish, stock._expanded
+    monkeypatch.setattr(decode_launch, "_finish", lambda *given: called.append("finish") or finish(*given))
     monkeypatch.setattr(stock, "_expanded", lambda *given: called.append("expand") or expand(*given))
     tolerance = 3e-2 if "codes" in request.node.name else 3e-5
     quick = "gemma2" in request.node.name

@@ -21,6 +21,7 @@ from rotor.errors import UsageError
 from .absorb import absorb_kernel
 from .decode import MOVES, decode_kernel, sixteenth
 from .defaults import decode_tile, slices_per_sm
+from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
@@ -28,7 +29,6 @@ from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation, beginnings_of
 from .rows import as_loaded
-from .slots import ExactSlots
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
@@ -119,8 +119,8 @@ class DecodeLayer:
         value_widths = [group.values.width // self.operands for group in layout.groups]
         self.columns, self.value_columns = (-(-max(side) // LEAST_PART) * LEAST_PART for side in (widths, value_widths))
         self.part = part_of(self.columns)
-        self.exact = set(widths) == {self.columns}
-        self.value_exact = set(value_widths) == {self.value_columns}
+        self.full = set(widths) == {self.columns}
+        self.value_full = set(value_widths) == {self.value_columns}
         self.row_size = layout.word_bytes(dtype.itemsize)
         offsets = [[byte // self.row_size for byte in both] for both in layout.byte_offsets(dtype.itemsize)]
         self.key_align, self.value_align = (math.gcd(16, *(pair[side] for pair in offsets)) for side in (0, 1))
@@ -235,7 +235,7 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "PART": self.part, "VALUE_COLUMNS": self.value_columns,
             "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, LEAST_PART * tiles.warps)),
-            "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
+            "FULL": self.full, "VALUE_FULL": self.value_full, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
             "KEYS": keys, "STAGES": tiles.stages, "SPREAD": min(keys, 16 * tiles.warps),
             "MOVE": MOVES,
             "PRECISION": precision(self.dtype), "ASM": assembled(),
@@ -520,7 +520,7 @@ def finish_constants(layer: DecodeLayer, tokens: int, tiles: Tile, share: int, m
     return {
         "CODED": layer.word_operands, "HEADS": layer.heads, "PER_HEAD": layer.per_head, "SHARE": share,
         "TOKENS": tokens, "APART": apart, "ROWS": max(8, apart), "HEAD_DIM": layer.shape.head_dim, "DIM": dim,
-        "BASIS_ALIGN": layer.output_align, "VALUE_COLUMNS": layer.value_columns, "VALUE_EXACT": layer.value_exact,
+        "BASIS_ALIGN": layer.output_align, "VALUE_COLUMNS": layer.value_columns, "VALUE_FULL": layer.value_full,
         "COLUMNS": columns, "STEP": layer.step(tiles), "SLICES": max(2, min(32, JOINED // (columns * apart))),
         "KEYS": EXACT_KEYS if dim <= 128 else EXACT_KEYS // 2, "STAGES": 2,
         "CONSTANT": layer.value_constant is not None, "MASK": mask, "SOFTCAP": layer.softcap is not None,

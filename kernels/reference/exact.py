@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .parameters import AttentionParameters, masked, scaled_and_capped
-from .reference import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, partial_attention, project_heads, project_keys
-from .rotary import Rotation
+from ..parameters import AttentionParameters, masked, scaled_and_capped
+from ..rotary import Rotation
+from .attention import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, partial_attention, project_heads, project_keys
 
 
 class ExactKeys(NamedTuple):

@@ -10,9 +10,9 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .parameters import AttentionParameters
-from .rotary import Rotation, rotate
-from .rows import read_class
+from ..parameters import AttentionParameters
+from ..rotary import Rotation, rotate
+from ..rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 """True where this CPU multiplies bfloat16. The private name may go, and must not be called while a model is traced."""
@@ -91,7 +91,7 @@ class ClassRows(NamedTuple):
         return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
     def keys(self, part: slice, rotation: Rotation | None) -> Tensor:
-        """Materialised keys, rotated where they are not stored so, [batch_size, count, group_size, keys, head_dim]."""
+        """Expanded keys, rotated where they are not stored so, [batch_size, count, group_size, keys, head_dim]."""
         basis, constant = self.parameters.basis(self.cls), self.parameters.constant(self.cls)
         keys = torch.einsum("bnlr,ngdr->bngld", self.latents(part).to(basis.dtype), basis)
         if constant is not None:

@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import LayerLayout
 
+from ..parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
+from ..rotary import Rotation
 from .logits import AbsorbedBlocks, AbsorbedQueries, ClassRows, Logits, RebuiltKeys, absorbed_queries
-from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
-from .rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26

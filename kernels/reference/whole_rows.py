@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..parameters import AttentionParameters
+from ..rotary import Rotation
+from .attention import dense_attention
 from .logits import ClassRows
-from .parameters import AttentionParameters
-from .reference import dense_attention
-from .rotary import Rotation
 
 QUERY_BLOCK = 128
 """Queries that read keys together. Each block reads as many keys, and those that are exact for its first one."""
