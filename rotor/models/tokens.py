@@ -15,6 +15,7 @@ from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
+from .hardware import fast_products
 from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
 from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
@@ -186,7 +187,7 @@ def synthetic_tokens(
     even = torch.arange(count, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
     written = []
-    with weights.whole():
+    with weights.whole(), fast_products(device):
         size = max(1, SAMPLING_TOKENS // seq_len)
         for batch, chats in zip(given.split(size), even.split(size), strict=True):
             tokens = [batch[:, :1]]
