@@ -68,12 +68,12 @@ def prepare_counters(device: torch.device) -> Tensor:
 
 def counters(count: int, device: torch.device) -> Tensor:
     """Counters for a launch, all zero, [at least count] int32."""
-    own = prepare_counters(device)
+    pool = prepare_counters(device)
     if capturing(device):
         with _lock:
-            first = _taken[device] if _taken[device] + count <= len(own) else 0
+            first = _taken[device] if _taken[device] + count <= len(pool) else 0
             _taken[device] = first + count
-        return own[first : first + count]
+        return pool[first : first + count]
     place = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     kept = _counters.by_stream.get(place)
     if kept is None or len(kept) < count:

@@ -167,8 +167,8 @@ class DecodeLayer:
         """
         assert self.basis is not None
         width = self.layout.groups[group].key.width
-        own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
-        columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        basis = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
+        columns = _pad(basis.unflatten(-1, (self.operands, -1)), self.columns).clone()
         if self.scaled:
             columns[:, :, 0, SCALE_SLOT] = 0  # in place of the scale is read what stands for 1
         for j in range(self.operands if self.word_operands else 0):
@@ -181,17 +181,17 @@ class DecodeLayer:
     def _scaled_constant(self) -> Tensor:
         """The constant keys that scales multiply, [num_kv_heads, head_dim], float32."""
         assert self.basis is not None
-        found, first = [], SCALE_SLOT
+        constants, first = [], SCALE_SLOT
         for group in self.layout.groups:
-            found.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
+            constants.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
             first += group.key.width
-        return torch.cat(found)
+        return torch.cat(constants)
 
     def _absorb_basis(self) -> tuple[Tensor, Tensor]:
         """The basis and the constants that `absorb` multiplies with, see `absorb_kernel`."""
-        found, first = [], 0
+        bases, first = [], 0
         for g, group in enumerate(self.layout.groups):
-            found.append(self._in_chunks(self._columns(g, first)))
+            bases.append(self._in_chunks(self._columns(g, first)))
             first += group.key.width
         keys = [self.constant, self.scaled_constant]
         columns = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim, 8, device=self.device)
@@ -199,7 +199,7 @@ class DecodeLayer:
             if key is not None:
                 columns[..., column] = key.to(self.dtype)
                 columns[..., column + 1] = key.float() - columns[..., column]
-        basis, constants = torch.stack(found), self._in_chunks(columns)
+        basis, constants = torch.stack(bases), self._in_chunks(columns)
         return basis.to(self.dtype).contiguous(), constants.to(self.dtype).contiguous()
 
     def _in_chunks(self, rows: Tensor) -> Tensor:

@@ -162,6 +162,8 @@ def test_a_compiled_model_gives_the_same_logits_and_gradients(coded: Path, expor
         with torch.no_grad():
             expected = model(TOKENS, use_cache=False).logits
             assert relative_error(compiled(TOKENS, use_cache=False).logits, expected) < 1e-5
+            with pytest.raises(Exception, match="attention of a compressed layer is left out of the graph"):
+                torch.compile(model, backend="eager", fullgraph=True)(TOKENS, use_cache=False)
         loss = compiled(TOKENS, labels=TOKENS, use_cache=False).loss
         if folder == coded:
             with pytest.raises(UsageError, match="caches codes, which have no gradients"):

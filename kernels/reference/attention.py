@@ -295,8 +295,8 @@ def dense_attention(
         logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
         # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
         if sinks is not None:
-            own = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, own], dim=-1)
+            sink_logits = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sink_logits], dim=-1)
         weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)[..., : key.shape[2]]
         output = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
         return output.permute(0, 3, 1, 2, 4).flatten(2)

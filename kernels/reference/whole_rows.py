@@ -51,8 +51,8 @@ def decoded_attention(
     if mask is not None:
         mask = mask.expand(-1, -1, seq_len, seq_len)
     given = slice(0, prompt)
-    own = None if mask is None else mask[:, :, given, given]
-    outputs = [_attend(query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, own)]
+    prompt_mask = None if mask is None else mask[:, :, given, given]
+    outputs = [_attend(query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, prompt_mask)]
     if prompt == seq_len:
         return outputs[0]
     coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
@@ -109,7 +109,7 @@ def _expanded(
         keys.append(side.keys(slice(None), rotation).flatten(1, 2))
         latents = side.values(slice(None))
         values.append(torch.einsum("bnlw,ngdw->bngld", latents, basis.to(latents.dtype)).flatten(1, 2))
-    found = torch.cat(values, dim=1)
+    whole = torch.cat(values, dim=1)
     if parameters.value_constant is not None:
-        found = found + parameters.value_constant[:, None]
-    return torch.cat(keys, dim=1), found.to(dtype)
+        whole = whole + parameters.value_constant[:, None]
+    return torch.cat(keys, dim=1), whole.to(dtype)

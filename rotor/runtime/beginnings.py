@@ -58,12 +58,12 @@ def rotations_of_blocks(
         raise _unknown(f"the cache holds {start} tokens, and the rotations of {held.shape[1]} blocks of {block}")
     if len(held) != len(begun) and 1 not in (len(held), len(begun)):
         raise _unknown(f"{len(begun)} sequences, and the cache holds the rotations of {len(held)}")
-    found = _merged(held.to(begun.device), begun, place >= 0)
+    merged = _merged(held.to(begun.device), begun, place >= 0)
     writable = torch.is_inference_mode_enabled() or not held.is_inference()
-    if fixed and found.shape == held.shape and writable:
-        return held.copy_(found)  # a CUDA graph reads this memory
-    kept[layer_type, block] = found
-    return found
+    if fixed and merged.shape == held.shape and writable:
+        return held.copy_(merged)  # a CUDA graph reads this memory
+    kept[layer_type, block] = merged
+    return merged
 
 
 def _merged(held: Tensor, begun: Tensor, begins_now: Tensor) -> Tensor:

@@ -370,8 +370,8 @@ class WithExactRows:
                 "Use a cache with the model that filled it.",
             )
         self.seen = self.exact_rows.add(exact, start, span, self.fixed, filled)
-        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        return found
+        rows: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        return rows
 
     def take_seen(self) -> SeenTokens | None:
         """Give what the queries of the pass see exactly; once, since it holds the tensors of the pass."""

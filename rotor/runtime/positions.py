@@ -37,13 +37,13 @@ def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
 
         @wraps(method)
         def changing(cache: Cache | None, *given: object, **named: object) -> object:
-            found = method(cache, *given, **named)
+            result = method(cache, *given, **named)
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:
                 setattr(cache, SHIFTS, change(shifts, *given, *named.values()))
             if cache is not None:
                 change_beginnings(cache, lambda held: change(held, *given, *named.values()))
-            return found
+            return result
 
         setattr(cache_class, name, changing)
 

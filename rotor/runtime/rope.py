@@ -120,7 +120,7 @@ def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) 
     kinds = [family.rotary_type(config, layer) for layer in range(len(rotates))]
     rotary = network.get_submodule(family.rotary)
     tables = {kind: RotaryTable(rotary, kind, family.rotation) for kind in kinds}
-    return [tables[kind] if own else None for own, kind in zip(rotates, kinds, strict=True)]
+    return [tables[kind] if rotating else None for rotating, kind in zip(rotates, kinds, strict=True)]
 
 
 class NoRope:

@@ -91,9 +91,9 @@ class SharedRows(NamedTuple):
         """
         call, exact = self.call, self.call.exact
         assert exact is not None
-        own, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
+        shape, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
         missing = exact.key.shape[2] - query.shape[2]
-        query = query.unflatten(1, (own.num_kv_heads, -1))[:, order].flatten(1, 2)
+        query = query.unflatten(1, (shape.num_kv_heads, -1))[:, order].flatten(1, 2)
         query = functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
         by_index, given = call.rotations.query, call.rotations.given
         if by_index is not None and given is not None and not is_same(by_index, given):
@@ -103,7 +103,7 @@ class SharedRows(NamedTuple):
         output = self.attend(call._replace(query=query, exact=exact._replace(query=query)))[:, missing:]
         output = without_gradients(output, call.parameters.layout)
         places = [order.index(head) for head in range(len(order))]
-        return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
+        return output.unflatten(-1, (shape.num_kv_heads, -1))[:, :, places].flatten(2)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SharedRows:
         """Itself: accelerate moves what layers share with the hidden states.
@@ -111,10 +111,10 @@ class SharedRows(NamedTuple):
         Raises:
             UsageError: to another device.
         """
-        wanted, own = torch.device(device), self.call.query.device
-        if wanted.type != own.type or wanted.index not in (None, own.index):
+        wanted, here = torch.device(device), self.call.query.device
+        if wanted.type != here.type or wanted.index not in (None, here.index):
             raise UsageError(
-                f"layer {self.call.layer_idx} is on {own}, and one on {device} reads its cache.",
+                f"layer {self.call.layer_idx} is on {here}, and one on {device} reads its cache.",
                 "Load the model on one device: device_map='cuda:0'.",
             )
         return self

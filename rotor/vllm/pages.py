@@ -217,8 +217,8 @@ class PagedLayer:
         shape, page_size = self.shard.shape, pages.shape[1]
         numbers = pages[..., : self.exact_bytes].view(self.dtype)
         index = index.clamp(min=0).long()
-        found = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
-        key, value = found.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
+        numbers_of_tokens = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
+        key, value = numbers_of_tokens.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
         return key, value
 
     def attend_step(
