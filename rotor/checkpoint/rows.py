@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
 
@@ -78,6 +78,10 @@ SCALE_LARGEST = 15
 
 SCALE_STEPS = 2
 """Steps of a scale by which it doubles."""
+
+
+Level = Literal["none", "fast", "small"]
+"""How tightly a file packs rows, see `row_codec`."""
 
 
 class Digit(NamedTuple):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ..checkpoint.file_names import RECIPE
+from ..checkpoint.rows import Level
 from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
@@ -367,6 +368,9 @@ class GenerationOptions(DeviceOptions):
         seed: Seed for sampling.
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own. One that is fitted to text is fitted to what the model writes.
+        cache_file: A saved cache: as many of its tokens as begin the prompt are not read anew.
+        save_cache: Save the cache to this file at the end, of the prompt and what was generated.
+        cache_level: How tightly --save-cache packs: none, fast or small; the last two need the extra `store`.
         source: Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.
         parallel: sequence: split the prompt and its cache over the processes that torchrun started.
     """
@@ -376,6 +380,9 @@ class GenerationOptions(DeviceOptions):
     temperature: Temperature = 0.0
     seed: Seed = 0
     cache: str | None = None
+    cache_file: Path | None = None
+    save_cache: Path | None = None
+    cache_level: Level = "none"
     source: str | None = None
     parallel: Literal["sequence"] | None = None
 

@@ -84,6 +84,15 @@ class Division(NamedTuple):
     exact: Tensor | None
 
 
+class ExactState(NamedTuple):
+    """What `ExactRows` hold, as a file keeps it; see there. begin: [batch_size], int64."""
+
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    until: int
+
+
 class ExactRows:
     """The exact tokens of one layer of a cache.
 
@@ -192,6 +201,19 @@ class ExactRows:
         index = torch.arange(count, device=new.device) + (offset + seq_len - count)
         slots.index_copy_(2, index % newest + first, new[:, :, seq_len - count :])
         return slots
+
+    def state(self) -> ExactState | None:
+        """What is held; None as long as there is no token."""
+        if self.keys is None or self.values is None or self.begin is None:
+            return None
+        begin = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device) + self.begin
+        return ExactState(self.keys, self.values, begin, self.until)
+
+    def restore(self, state: ExactState) -> None:
+        """Hold what `state` gave."""
+        self.keys, self.values, begin, self.until = state
+        first, self.latest = int(begin.min()), int(begin.max())
+        self.begin = first if first == self.latest < FAR else begin.to(self.keys.device)
 
     def stored_bytes(self) -> int:
         """Bytes of all tensors."""

@@ -165,14 +165,11 @@ def _arguments(draw: random.Random, words: list[str]) -> list[_Stated]:
 
 def _tool(draw: random.Random, words: list[str]) -> list[_Stated]:
     station = f"{draw.choice(words)}-{draw.randint(10, 99)}"
-    content = {
-        "station": station,
-        "temperature": f"{draw.randint(10, 39)}.{draw.randint(0, 9)}",
-        "pressure": draw.randint(950, 1049),
-    }
+    temperature, pressure = f"{draw.randint(10, 39)}.{draw.randint(0, 9)}", str(draw.randint(950, 1049))
+    content = {"station": station, "temperature": temperature, "pressure": pressure}
     asked = [
-        (f'At station {station} the tool answered: "temperature": "', content["temperature"]),
-        (f'At station {station} the tool answered: "pressure": ', str(content["pressure"])),
+        (f'At station {station} the tool answered: "temperature": "', temperature),
+        (f'At station {station} the tool answered: "pressure": "', pressure),
     ]
     return [_Stated(ANSWER_PLACE, f"<tool_response>\n{json.dumps(content)}\n</tool_response>", asked)]
 
