@@ -6,7 +6,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 log = logging.getLogger("rotor")
@@ -29,6 +29,27 @@ class Progress:
     def message(self, text: str) -> None:
         """Report one line of text."""
         log.info("%s", text)
+
+
+class Stages(Progress):
+    """Says of each task which of a command's stages it is, as in `gradients, stage 3 of 5`.
+
+    Args:
+        shown: shows the tasks. names: the stages, in order; a task that is none of them keeps its name.
+    """
+
+    def __init__(self, shown: Progress, names: Sequence[str]) -> None:
+        self._shown, self._names = shown, list(names)
+
+    @contextmanager
+    def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
+        if name in self._names:
+            name = f"{name}, stage {self._names.index(name) + 1} of {len(self._names)}"
+        with self._shown.task(name, total, unit) as advance:
+            yield advance
+
+    def message(self, text: str) -> None:
+        self._shown.message(text)
 
 
 def in_time(seconds: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -17,6 +18,7 @@ from support.paths import DEMO_MODEL, ROOT
 from support.runs import SMALL_OPTIONS as SETTINGS
 
 from rotor.cli import console
+from rotor.progress import Progress, Stages
 
 README = (ROOT / "README.md").read_text()
 
@@ -73,7 +75,8 @@ def test_bars_on_a_terminal_alone(tiny, tmp_path: Path, capsys, monkeypatch) -> 
     monkeypatch.setattr(console, "stderr", Console(file=terminal, force_terminal=True, width=100))
     for command in commands:
         assert rotor(capsys, *command, *(["--overwrite"] if command[0] != "validate" else []))[0] == 0
-    assert {"check model", "load model", "load text", "calibrate", "probe", "measure", "write", "integrity"} < {*shown}
+    assert {"check model", "load model", "load text", "probe", "measure", "write", "integrity"} < {*shown}
+    assert sum(name.startswith("calibrate, stage ") for name in shown) == 1
     assert {"full-rank rewrite", "measure"} < {*shown}
     assert "0:00:0" in terminal.getvalue()  # time left
 
@@ -133,3 +136,68 @@ def test_an_interruption_while_importing_is_two_lines(stop: str, tmp_path: Path)
     assert "the same command again" in error[1]
     assert error[2:] == [""]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_stages_are_numbered() -> None:
+    """Tasks that are no stage keep their names."""
+
+    class Named(Progress):
+        def __init__(self) -> None:
+            self.names: list[str] = []
+
+        def task(self, name, total, unit):
+            self.names.append(name)
+            return super().task(name, total, unit)
+
+    shown = Named()
+    stages = Stages(shown, ["check model", "gradients", "calibrate"])
+    for name in ("check model", "download", "calibrate"):
+        with stages.task(name, None, "") as advance:
+            advance(1)
+    assert shown.names == ["check model, stage 1 of 3", "download", "calibrate, stage 3 of 3"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        (("--recipe", "rotor"), ["check model", "load model", "sample", "gradients", "calibrate"]),
+        (("--recipe", "fdc"), ["check model", "load model", "calibrate"]),
+        (("--recipe", "palu"), ["check model", "load model", "sample", "gradients", "calibrate"]),
+    ],
+)
+def test_each_stage_of_a_calibration_has_its_number(settings, names, tiny, tmp_path, monkeypatch, capsys) -> None:
+    """All of them run, in this order, and nothing else does."""
+    seen: list[str] = []
+    task = Progress.task
+
+    def seeing(progress, name, total, unit):
+        seen.append(name)
+        return task(progress, name, total, unit)
+
+    monkeypatch.setattr(console, "show_progress", lambda quiet, verbose: Progress())
+    monkeypatch.setattr("rotor.cli.options.show_progress", lambda quiet, verbose: Progress())
+    monkeypatch.setattr(Progress, "task", seeing)
+    few = [word for item in ("tokens.count=512", "tokens.seq_len=64") for word in ("--set", item)]
+    assert rotor(capsys, "calibrate", tiny("llama"), "-o", tmp_path / "run", *settings, *few)[0] == 0
+    assert seen == [f"{name}, stage {index + 1} of {len(names)}" for index, name in enumerate(names)]
+
+
+def test_details_are_shown_with_v(tiny, tmp_path: Path, capsys) -> None:
+    few = [word for item in ("tokens.count=512", "tokens.seq_len=64") for word in ("--set", item)]
+    run, said = tmp_path / "run", {}
+    for option in ((), ("-v",)):
+        code, text, error = rotor(
+            capsys, "calibrate", tiny("llama"), "-o", run, "--recipe", "rotor", *few, "--overwrite", *option
+        )
+        assert code == 0, error
+        out = tmp_path / f"out{len(option)}"
+        made = rotor(capsys, "export", run, "-o", out, "--compression", "0.5", "--no-measure", *option)
+        assert made[0] == 0, made[2]
+        said[option] = text + made[1], error + made[2]
+    details = ("top 0.1 % of tokens", f"Digest: {hashlib.sha256((out / 'manifest.json').read_bytes()).hexdigest()}")
+    for detail in details:
+        assert detail in said["-v",][0]
+        assert detail[:10] not in said[()][0]
+    assert "bits [0, 2, 4" in said["-v",][1]
+    assert "bits [0" not in said[()][1]
+    assert re.search(r"Seconds: .*; together ", said[()][0])

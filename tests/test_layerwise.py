@@ -19,7 +19,7 @@ from rotor.calibration.moments import pack_symmetric, unpack_symmetric
 from rotor.calibration.planning.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
-from rotor.models import layerwise, memory
+from rotor.models import hardware, layerwise, memory
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, available_host_bytes, stream_weights
@@ -190,3 +190,23 @@ def test_packed_moments_are_one_triangle_in_float32() -> None:
     packed = pack_symmetric(half + half.mT)
     assert (packed.shape, packed.dtype) == ((3, 2, 45), torch.float32)
     torch.testing.assert_close(unpack_symmetric(packed), half + half.mT, rtol=1e-6, atol=1e-6)
+
+
+def test_products_keep_the_digits_of_float32_and_the_precision_is_given_back() -> None:
+    generator = torch.Generator().manual_seed(1)
+    left, right = (torch.randn(300, 300, generator=generator) for _ in range(2))
+    expected = left.double() @ right.double()
+    before = torch.get_float32_matmul_precision()
+    with hardware.fast_products(torch.device("cpu")):
+        assert (left @ right - expected).norm() < hardware.PRODUCT_ERROR * expected.norm()
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_products_stay_where_they_are_if_onednn_would_round_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "PRODUCT_ERROR", 0.0)  # as if it were a CPU with AMX
+    hardware._onednn_keeps_digits.cache_clear()
+    try:
+        with hardware.fast_products(torch.device("cpu")):
+            assert torch.get_float32_matmul_precision() == "highest"
+    finally:
+        hardware._onednn_keeps_digits.cache_clear()

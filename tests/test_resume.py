@@ -263,3 +263,26 @@ def test_probes_go_on_after_the_last_layer_that_was_saved(
     assert first.read_bytes() == second.read_bytes()
     tables = [RankTable.latest(run) for run in runs]
     assert [t.points for t in tables if t] == [tables[0].points] * 2
+
+
+def test_text_that_the_model_writes_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By finished batches; it is not gone on with by other settings, and the run is the same in the end."""
+    writes = ("tokens.source=synthetic", "tokens.count=192", "tokens.seq_len=32")
+    monkeypatch.setattr("rotor.models.tokens.SAMPLING_TOKENS", 64)
+    keep = PartialRun.keep
+
+    def stopped(partial: PartialRun, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        keep(partial, name, tensors)
+        if len(tensors["rows"]) == 4:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(PartialRun, "keep", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, out, "fdc", writes)
+    assert PartialRun(OutputFolder.at(out, "run")).holdings() == "a part of the text that the model writes"
+    with pytest.raises(UsageError, match=r"recipe.tokens.seed was 0, now is 1"):
+        calibrate(model, out, "fdc", (*writes, "tokens.seed=1"), resume=True)
+    run = calibrate(model, out, "fdc", writes, resume=True)
+    assert tensors(run) == tensors(calibrate(model, tmp_path / "whole", "fdc", writes))

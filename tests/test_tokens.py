@@ -24,6 +24,7 @@ from rotor.models.tokenizer import chat_opening
 from rotor.models.tokens import (
     MAX_SPAN_TOKENS,
     SPAN_REPEATS,
+    WrittenText,
     calibration_tokens,
     ordinary_tokens,
     random_tokens,
@@ -228,3 +229,38 @@ def test_repeats_state_a_span_again_further_on():
     assert bool((with_repeats(rows, 1, 3, vocabulary[:0]) < 2000).all())  # nothing to draw: all spans are of the text
     short = rows[:, :8].clone()
     assert torch.equal(with_repeats(short, 1, 3, vocabulary), short)
+
+
+def test_text_goes_on_where_the_model_was_stopped_at_writing_it(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the same text; batches that were finished are not written again."""
+    monkeypatch.setattr(tokens_module, "SAMPLING_TOKENS", 48)
+    checkpoint = Checkpoint(tiny("llama"))
+    weights = weights_of(checkpoint, CPU, torch.float32, streamed=False)
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def written(begun: WrittenText, stop_after: int = 5 * 24) -> torch.Tensor:
+        left = stop_after
+
+        def advance(done: float) -> None:
+            nonlocal left
+            left -= int(done)
+            if left < 0:
+                raise KeyboardInterrupt
+
+        arguments = weights, 5, 24, checkpoint.config, checkpoint.tokenizer, 5, advance
+        return synthetic_tokens(*arguments, begun=begun)
+
+    whole = written(WrittenText())
+    with pytest.raises(KeyboardInterrupt):
+        written(
+            WrittenText(keep=lambda *found: kept.append(found)), stop_after=3 * 24
+        )  # in the second batch of two rows
+    ((rows, generator),) = kept
+    assert torch.equal(rows, whole[:2])
+    counted: list[float] = []
+    again = synthetic_tokens(
+        weights, 5, 24, checkpoint.config, checkpoint.tokenizer, 5, counted.append, begun=WrittenText(rows, generator)
+    )
+    assert torch.equal(again, whole)
+    assert counted[0] == rows.numel()
+    assert sum(counted) == whole.numel()

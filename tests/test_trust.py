@@ -17,7 +17,6 @@ import torch
 from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.runs import SHORT_TEXT, calibrated, contents
-from support.shortcuts import figures_as_ever
 from transformers import AutoModelForCausalLM
 
 from rotor.calibration.calibrate import calibrate
@@ -254,8 +253,7 @@ def test_equal_requests_give_equal_bytes_with_any_hash_seed(tmp_path: Path) -> N
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with figures_as_ever():
-            here = calibrated_and_exported(tmp_path / "here")
+        here = calibrated_and_exported(tmp_path / "here")
     finally:
         torch.set_num_threads(threads)
     program = "import sys, pathlib, test_trust; test_trust.calibrated_and_exported(pathlib.Path(sys.argv[1]))"

@@ -34,10 +34,10 @@ from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
 from ..models.tokenizer import chat_opening, text_start
-from ..models.tokens import CalibrationTokens, calibration_tokens, ordinary_tokens, with_repeats
+from ..models.tokens import CalibrationTokens, WrittenText, calibration_tokens, ordinary_tokens, with_repeats
 from ..models.weights import Weights
 from ..options import with_fields_of
-from ..progress import Advance, Progress, StageTimes
+from ..progress import Advance, Progress, Stages, StageTimes
 from ..recipe.requests import CalibrationRequest
 from ..versions import versions
 from .bases.layer import layer_bases
@@ -47,7 +47,7 @@ from .gradient_files import GradientFiles
 from .gradients import fisher_information, weight_fisher
 from .information import LayerFisher
 from .moments import LayerStatistics
-from .partial import TOKENS_FILE, PartialRun
+from .partial import BEGUN_TOKENS_FILE, TOKENS_FILE, PartialRun
 from .planning.form import length_warning, wanted_gradients
 from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
@@ -104,9 +104,9 @@ class Calibration:
 
     def __init__(self, request: CalibrationRequest, progress: Progress) -> None:
         self.request = request
-        self.progress = progress
         self.times = StageTimes()
         self.recipe = request.overridden_recipe
+        self.progress: Progress = Stages(progress, self._stages())
         self.out = OutputFolder.at(request.out, "run")
         self.partial = PartialRun(self.out)
         self.source = find_source(request.model, request.revision)
@@ -128,24 +128,31 @@ class Calibration:
         """Raise UsageError if the run folder must not be written."""
         self.out.check(self.request.overwrite, [self.source.folder], list(self.recipe.tokens.paths))
 
+    def _stages(self) -> list[str]:
+        """Names of the tasks that take time, in order."""
+        source = self.recipe.tokens.source
+        before = {"synthetic": ["load model", "sample"], "dataset": ["read data set", "load model"]}
+        weights = "gradients" in self.recipe.rank_needs or self.recipe.needs_gradients
+        return ["check model", *before.get(source, ["load model"]), *(["gradients"] if weights else []), "calibrate"]
+
     def run(self) -> None:
         """Run all stages and publish the run folder; stages that an unfinished run has done are skipped."""
         hashes = self._check_model()
         if warning := length_warning(self.form, self.shape, self.recipe, context_tokens(self.checkpoint.config)):
             log.warning("%s", warning)
-        with self.times.stage("tokens"):
-            sequences, about_tokens = self._sample()
-        fingerprint = {
+        begun_with = {
             "model": hashes,
             "recipe": self.recipe.to_dict(),
-            "tokens": hashlib.sha256(sequences.numpy().tobytes()).hexdigest(),
             "batch_tokens": self.request.batch_tokens,
             "threads": torch.get_num_threads(),
             "device": self.devices.device.type,
             "dtype": str(self.devices.dtype),
             "versions": versions(),
         }
-        self.partial.agree(fingerprint)
+        self.partial.agree(begun_with)
+        with self.times.stage("tokens"):
+            sequences, about_tokens = self._sample()
+        self.partial.agree(begun_with | {"tokens": hashlib.sha256(sequences.numpy().tobytes()).hexdigest()})
         self._weight_fisher(sequences)
         self._gradients(sequences)
         self._layers(sequences)
@@ -185,7 +192,8 @@ class Calibration:
             opening = chat_opening(self.checkpoint.folder, tokenizer) if writes else []
             weights = self.weights if writes else None
             held_out = self.recipe.evaluation
-            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening)
+            begun = self._begun_text() if writes else None
+            sample = calibration_tokens(spec, config, tokenizer, weights, self.progress, held_out, opening, begun)
         if spec.source == "synthetic":
             self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
         sequences = prune_sequences(sample.sequences, self.recipe.prune, sample.topics)
@@ -205,6 +213,16 @@ class Calibration:
             "documents_sha256": digests([unit.text for unit in sample.documents]),
             "documents": dict(Counter(f"{unit.kind}/{unit.name}" for unit in sample.documents)),
         }
+
+    def _begun_text(self) -> WrittenText:
+        """Text that the model wrote before the run was stopped; what it goes on to write is kept too."""
+        kept = self.partial.kept(BEGUN_TOKENS_FILE)
+        begun = {} if kept is None else load_file(kept)
+        return WrittenText(
+            begun.get("rows"),
+            begun.get("generator"),
+            lambda rows, state: self.partial.keep(BEGUN_TOKENS_FILE, {"rows": rows, "generator": state}),
+        )
 
     def _weight_fisher(self, sequences: Tensor) -> None:
         """Compute the Fisher information of the projections' weights, for ranks.method fisher."""

@@ -27,8 +27,9 @@ from ..logs import log
 from ..models.layerwise import new_states
 from .gradient_files import GradientFiles
 
-PROGRESS, WORK, TOKENS_FILE = "progress.json", "work", "tokens.safetensors"
-"""TOKENS_FILE: text that the model wrote, kept so that a resumed run need not write it again."""
+PROGRESS, WORK = "progress.json", "work"
+TOKENS_FILE, BEGUN_TOKENS_FILE = "tokens.safetensors", "tokens-begun.safetensors"
+"""Text that the model wrote, kept so that a resumed run need not write it again: all of it, and the part so far."""
 START_AGAIN = "Give --overwrite to start again."
 
 
@@ -69,25 +70,25 @@ class PartialRun:
         self.work.mkdir(exist_ok=True)
 
     def agree(self, fingerprint: JsonObject) -> None:
-        """Record the inputs of the run, or compare them with the recorded ones.
+        """Compare the inputs of the run with those that are recorded, and record those that are not yet.
 
         Raises:
             UsageError: they differ; names the differences.
         """
         new = json.loads(json.dumps(fingerprint))
-        progress = self._progress()
-        if not progress:
-            write_json(self.work / PROGRESS, {"finished_layers": 0, "begun_with": new})
-            return
+        progress = self._progress() or {"finished_layers": 0}
+        recorded = progress.get("begun_with", {})
         changed = [
             f"{name} was {shorten_json(old)}, now is {shorten_json(now)}"
-            for name, old, now in differences(progress.get("begun_with"), new)
+            for name, old, now in differences(recorded, {name: new[name] for name in new if name in recorded})
         ]
         if changed:
             raise UsageError(
                 f"{self.folder}: was begun with something else: {'; '.join(changed)}.",
                 f"Give what it was begun with. {START_AGAIN}",
             )
+        if new.keys() - recorded.keys():
+            write_json(self.work / PROGRESS, progress | {"begun_with": recorded | new})
 
     @property
     def finished_layers(self) -> int:
@@ -147,5 +148,8 @@ class PartialRun:
         """Stages that a resumed run need not compute again, in words; empty if that is nothing."""
         if layers := self.finished_layers:
             return f"{layers} finished layer(s)"
-        gradients = GradientFiles(self.work).in_words()
-        return gradients or ("the text that the model wrote" if self.kept(TOKENS_FILE) is not None else "")
+        if gradients := GradientFiles(self.work).in_words():
+            return gradients
+        if self.kept(TOKENS_FILE) is not None:
+            return "the text that the model wrote"
+        return "a part of the text that the model writes" if self.kept(BEGUN_TOKENS_FILE) is not None else ""

@@ -46,16 +46,17 @@ def calibrate(request: CalibrationRequest, output: OutputOptions) -> None:
     with resumable(lambda: _how_to_resume(Path(request.out))):
         run = run_calibration(replace(request, progress=output.progress()))
     data = {"run": str(run.folder), "recipe": run.recipe.name, **run.info}
-    output.show(data, lambda: _print_run(run, Checkpoint(run.model_folder).tokenizer is not None))
+    measurable = Checkpoint(run.model_folder).tokenizer is not None
+    output.show(data, lambda: _print_run(run, measurable, output.verbose))
 
 
-def _print_run(run: Run, measurable: bool) -> None:
+def _print_run(run: Run, measurable: bool, verbose: bool) -> None:
     say(
         f"{run.folder}: {run.recipe.name}, {run.shape.num_layers} layers, {run.form.in_words(run.shape)}, "
         f"{run.info['tokens']['count']} tokens"
     )
     print_seconds({name: values["seconds"] for name, values in run.info["stages"].items()})
-    if shares := run.info.get("fisher_top_share"):
+    if verbose and (shares := run.info.get("fisher_top_share")):
         by_layer = ", ".join(f"{share:.2f}" for share in shares)
         say(f"Share of each layer's Fisher information in the top 0.1 % of tokens: {by_layer}")
     folder = shlex.quote(str(run.folder))
@@ -96,10 +97,11 @@ def export(request: ExportRequest, output: OutputOptions) -> None:
         result = run_export(replace(request, progress=output.progress()))
     shown = {k: v for k, v in result.report.items() if k not in ("tensors", "layouts")}
     more = {"digest": result.digest, "seconds": result.seconds, "measured_points": result.measured_points}
-    output.show({"folder": str(request.out), **shown, **more}, lambda: _print_export(Path(request.out), result))
+    out = Path(request.out)
+    output.show({"folder": str(out), **shown, **more}, lambda: _print_export(out, result, output.verbose))
 
 
-def _print_export(out: Path, result: ExportResult) -> None:
+def _print_export(out: Path, result: ExportResult, verbose: bool) -> None:
     from ..progress import in_bytes
 
     report, accuracy = result.report, result.accuracy
@@ -125,7 +127,8 @@ def _print_export(out: Path, result: ExportResult) -> None:
         name = report["cache"]["policy"]["method"]
         say(f"Cache policy {name}: {size_bytes:.1f} KV bytes per token of a prompt of {tokens}, everything counted")
     print_seconds(result.seconds)
-    say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
+    if verbose:
+        say(f"Digest: {result.digest} (of every file: what `sha256sum {shlex.quote(str(out))}/manifest.json` prints)")
     say(f"Next: {_how_to_validate(out)}")
 
 
@@ -160,7 +163,7 @@ def materialise(request: MaterialisationRequest, output: OutputOptions) -> None:
     out = str(request.out)
 
     def text() -> None:
-        say(f"{out}: written. Digest: {digest}")
+        say(f"{out}: written.{f' Digest: {digest}' if output.verbose else ''}")
         say(f"Next: {_how_to_validate(Path(out))}")
 
     output.show({"folder": out, "digest": digest}, text)

@@ -72,11 +72,11 @@ class ConsoleHandler(logging.Handler):
             stderr.print(printable(record.getMessage()), highlight=False, markup=False, soft_wrap=True)
 
 
-def show_progress(quiet: bool) -> Progress:
+def show_progress(quiet: bool, verbose: bool = False) -> Progress:
     """Send messages to stderr, and return the progress that is shown there.
 
     Args:
-        quiet: nothing is shown, results neither.
+        quiet: nothing is shown, results neither. verbose: messages that only the log file has otherwise are shown too.
     """
     from huggingface_hub.utils import disable_progress_bars
     from transformers.utils import logging as transformers_logging
@@ -88,8 +88,9 @@ def show_progress(quiet: bool) -> Progress:
         disable_progress_bars()  # those of downloads
     for old in [handler for handler in log.handlers if isinstance(handler, ConsoleHandler)]:
         log.removeHandler(old)
-    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else logging.INFO))
-    log.setLevel(logging.INFO)
+    shown = logging.DEBUG if verbose else logging.INFO
+    log.addHandler(ConsoleHandler(logging.CRITICAL if silent else shown))
+    log.setLevel(shown)
     if silent:
         return Progress()
     return ConsoleProgress() if stderr.is_terminal else LineProgress()
@@ -105,7 +106,8 @@ def print_json(data: object) -> None:
 
 
 def print_seconds(seconds: dict[str, float]) -> None:
-    say("Seconds: " + ", ".join(f"{name} {value:.2f}" for name, value in seconds.items()))
+    parts = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+    say(f"Seconds: {parts}; together {in_time(sum(seconds.values()))}")
 
 
 def print_pairs(*rows: tuple[str, str]) -> None:

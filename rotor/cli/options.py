@@ -40,6 +40,7 @@ HELP = {
     "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/calibration/prediction/devices.yaml).",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
+    "verbose": "Print details too: seconds and memory of each stage, digests, and what else the log file has.",
 }
 """Help text by parameter name, where neither a command's docstring nor a request's has one."""
 
@@ -51,6 +52,7 @@ NAMES = {
     "measure": ("--no-measure",),
     "as_json": ("--json",),
     "quiet": ("--quiet", "-q"),
+    "verbose": ("--verbose", "-v"),
 }
 """Names of options that are not the parameter's."""
 
@@ -82,12 +84,13 @@ class Json:
 
 @dataclass
 class OutputOptions(Json):
-    """Output options, with --quiet."""
+    """Output options, with --quiet and --verbose."""
 
     quiet: bool = False
+    verbose: bool = False
 
     def progress(self) -> Progress:
-        return show_progress(self.quiet)
+        return show_progress(self.quiet, self.verbose)
 
 
 def with_options(function: Callable[..., None]) -> Callable[..., None]:

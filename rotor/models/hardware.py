@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -14,6 +17,9 @@ TIMED_MATRIX_SIZE = 512
 
 TIMED_SECONDS = 0.2
 """Time to measure for."""
+
+PRODUCT_ERROR = 1e-5
+"""Largest error of a float32 product of normal numbers, over its norm: float32 has 1e-6, bfloat16 3e-3."""
 
 BYTES_PER_THREAD = 1 << 25
 """Weights that keep a CPU thread busy: with fewer, threads wait for each other longer than they work."""
@@ -48,6 +54,42 @@ def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -
     return dtype
 
 
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """Let oneDNN take the float32 products of a CPU inside the `with`, where that loses no digits.
+
+    torch gives them to MKL, which takes twice as long on CPUs of AMD. The precision `medium` gives them to oneDNN,
+    which may round operands to bfloat16, as it does with AMX; so the digits of one product decide.
+    """
+    if device.type != "cpu" or not _onednn_keeps_digits():
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@cache
+def _onednn_keeps_digits() -> bool:
+    """Tell whether products by the precision `medium` have the digits of float32 on this CPU."""
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by torch.backends, beside which torch allows no other way
+        return False
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(TIMED_MATRIX_SIZE, TIMED_MATRIX_SIZE, generator=generator) for _ in range(2))
+    expected = left.double() @ right.double()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        error = torch.linalg.norm(left @ right - expected) / torch.linalg.norm(expected)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    return float(error) < PRODUCT_ERROR
+
+
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Measure the floating-point operations per second of a matrix product."""
     from torch.utils.benchmark import Timer  # imports setuptools
@@ -55,5 +97,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     generator = torch.Generator().manual_seed(0)
     matrix = torch.randn(TIMED_MATRIX_SIZE, TIMED_MATRIX_SIZE, generator=generator).to(device, dtype)
     timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
-    measured = timer.blocked_autorange(min_run_time=TIMED_SECONDS)
+    with fast_products(device):
+        measured = timer.blocked_autorange(min_run_time=TIMED_SECONDS)
     return 2 * TIMED_MATRIX_SIZE**3 / measured.mean

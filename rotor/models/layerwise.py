@@ -27,6 +27,7 @@ from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance
 from ..runtime.decoded import decoding
+from .hardware import fast_products
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
 from .weights import Weights
 
@@ -90,6 +91,7 @@ class LayerwiseModel:
     def layer(self, index: int) -> Iterator[nn.Module]:
         """The layers that run at the turn of one, with their weights loaded inside the `with`."""
         with ExitStack() as loaded:
+            loaded.enter_context(fast_products(self.device))
             if self.family.reads_tokens:
                 loaded.enter_context(self.source.loaded("embedding"))
             for number in self._turns[index]:
@@ -193,6 +195,7 @@ class LayerwiseModel:
                 return self.model(**inputs, use_cache=False).logits
 
         with ExitStack() as loaded:
+            loaded.enter_context(fast_products(self.device))
             if self.family.reads_tokens:
                 loaded.enter_context(self.source.loaded("embedding"))
             loaded.enter_context(self.source.loaded("head"))

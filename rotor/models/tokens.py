@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
+from .hardware import fast_products
 from .lengths import bounded_seq_len
 from .memory import SAMPLING_TOKENS
 from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
@@ -47,6 +48,19 @@ class CalibrationTokens:
     topics: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class WrittenText:
+    """Text that a model was stopped at writing, and where what it writes is kept.
+
+    rows: sequences that are written, [n, seq_len]; None: none. generator: state of the random generator behind them.
+    keep: gets both whenever sequences are finished.
+    """
+
+    rows: Tensor | None = None
+    generator: Tensor | None = None
+    keep: Callable[[Tensor, Tensor], None] = lambda rows, generator: None
+
+
 def calibration_tokens(
     spec: Tokens,
     config: PreTrainedConfig,
@@ -55,6 +69,7 @@ def calibration_tokens(
     progress: Progress | None = None,
     held_out: Evaluation | None = None,
     opening: Sequence[int] = (),
+    begun: WrittenText | None = None,
 ) -> CalibrationTokens:
     """Make the sequences that a recipe calibrates on.
 
@@ -64,7 +79,7 @@ def calibration_tokens(
         tokenizer: the model's tokenizer, or None if the folder has none.
         weights: the model's weights; only the source `synthetic` runs the model.
         held_out: names the evaluation text, whose documents are left out.
-        opening: first tokens of a chat, see `synthetic_tokens`.
+        opening, begun: first tokens of a chat, and text that is written already; see `synthetic_tokens`.
     Returns:
         At least spec.count tokens, in sequences of spec.seq_len or of the model's longest sequence if that is shorter.
         Each begins with the tokens that the tokenizer puts before a text.
@@ -85,7 +100,9 @@ def calibration_tokens(
     if spec.source == "synthetic":
         assert weights is not None
         with progress.task("sample", count * seq_len, "tokens") as advance:
-            sequences = synthetic_tokens(weights, count, seq_len, config, tokenizer, spec.seed, advance, opening)
+            sequences = synthetic_tokens(
+                weights, count, seq_len, config, tokenizer, spec.seed, advance, opening, begun or WrittenText()
+            )
         return CalibrationTokens(sequences)
     if spec.source == "text":
         texts = read_kinds(spec.paths, tokenizer)
@@ -152,6 +169,7 @@ def synthetic_tokens(
     seed: int,
     advance: Advance = lambda done: None,
     opening: Sequence[int] = (),
+    begun: WrittenText = WrittenText(),
 ) -> Tensor:
     """Sample text from the model at temperature 1: [count, seq_len], int64; independent of where its weights are.
 
@@ -164,6 +182,7 @@ def synthetic_tokens(
 
     Args:
         opening: first tokens of a chat; empty for a model without a chat template.
+        begun: what the same call wrote before it was stopped; the text is then the same as without the stop.
     Raises:
         NumericsError: the model's logits are not finite.
     Source: in place of ZACK's coherent articles, which a chat model wrote (section 4.3: 57K tokens); Magpie (Xu et al.,
@@ -185,10 +204,14 @@ def synthetic_tokens(
     given = given.to(device)
     even = torch.arange(count, device=device) % 2 == 0
     generator = torch.Generator(device).manual_seed(seed)
+    size = max(1, SAMPLING_TOKENS // seq_len)
     written = []
-    with weights.whole():
-        size = max(1, SAMPLING_TOKENS // seq_len)
-        for batch, chats in zip(given.split(size), even.split(size), strict=True):
+    if begun.rows is not None and begun.generator is not None:
+        written = list(begun.rows.split(size))
+        generator.set_state(begun.generator)
+        advance(begun.rows.numel())
+    with weights.whole(), fast_products(device):
+        for batch, chats in list(zip(given.split(size), even.split(size), strict=True))[len(written) :]:
             tokens = [batch[:, :1]]
             cache = StaticCache(config=model.config, max_cache_len=seq_len)  # a growing cache is copied at each token
             advance(len(batch))
@@ -207,6 +230,7 @@ def synthetic_tokens(
                 tokens.append(torch.where(given_here == MODEL_WRITES, drawn, given_here))
                 advance(len(batch))
             written.append(torch.cat(tokens, dim=1).cpu())
+            begun.keep(torch.cat(written), generator.get_state())
     return torch.cat(written)
 
 

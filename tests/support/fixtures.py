@@ -21,7 +21,7 @@ from rotor.models.source import Checkpoint
 from support.paths import DEMO_MODEL
 from support.policy_models import PolicyModels
 from support.runs import FAST_EVALUATION
-from support.shortcuts import figures_as_ever, quicker
+from support.shortcuts import quicker
 from support.tiny_models import build_tiny
 
 console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine is
@@ -30,13 +30,6 @@ console.SECONDS_BETWEEN_LINES = math.inf  # no test goes by how busy the machine
 @pytest.fixture(scope="session", autouse=True)
 def shortcuts() -> Iterator[None]:
     with quicker():
-        yield
-
-
-@pytest.fixture(scope="module")
-def figures(shortcuts: None) -> Iterator[None]:
-    """Reports with figures, for the rest of a module."""
-    with figures_as_ever():
         yield
 
 

@@ -15,8 +15,7 @@ from rotor.checked import JsonObject
 from rotor.models import hardware, sequences
 from rotor.models import tokenizer as tokenizers
 from rotor.models.tokenizer_trial import largest_id
-from rotor.search.report import report
-from rotor.search.report.figures import STYLE
+from rotor.tools.study.plots import STYLE
 from support.paths import DEMO_MODEL
 
 FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -30,15 +29,11 @@ def tried(folder: Path) -> JsonObject:
 
 @contextmanager
 def quicker() -> Iterator[None]:
-    """Reports are as without matplotlib, since drawing takes longer than the rest of an export, and a study's plots are
-    drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for most measurements. The
-    bundled tokenizer is tried once and in this process; others are tried in one of their own, as ever. The rate of
-    matrix products is measured for a moment alone."""
+    """A study's plots are drawn but not laid out. Tokens of long texts are kept, since held-out text is the same for
+    most measurements. The bundled tokenizer is tried once and in this process; others are tried in one of their own, as
+    ever. The rate of matrix products is measured for a moment alone."""
     encode, known = sequences.encode, {}
     trial, verdicts = tokenizers._trial, list[JsonObject]()
-
-    def missing(data: object) -> dict[str, str]:
-        raise ImportError
 
     def encoded(tokenizer: Any, text: str) -> list[int]:
         if len(text) < 2000 or not _bundled(Path(getattr(tokenizer, "name_or_path", ""))):
@@ -58,17 +53,8 @@ def quicker() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizers, "_trial", tried_once)
         patch.setattr(hardware, "TIMED_SECONDS", 0.0)
-        patch.setattr(report, "figures", missing)
         patch.setitem(STYLE, "figure.constrained_layout.use", False)
         patch.setattr(sequences, "encode", encoded)
-        yield
-
-
-@contextmanager
-def figures_as_ever(draw: Any = report.figures) -> Iterator[None]:
-    """What takes the first of these back."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "figures", draw)
         yield
 
 

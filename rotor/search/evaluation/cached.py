@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ...errors import DataError, UsageError
+from ...models.hardware import fast_products
 from ...models.layerwise import LayerwiseModel
 from ...progress import Advance
 
@@ -111,7 +112,7 @@ def final_states_through_cache(
     steps = [slice(0, prefill)]
     steps += [slice(start, min(start + step, length)) for start in range(prefill, length, step)]
     try:
-        with cache_policy(network.model, policy):
+        with cache_policy(network.model, policy), fast_products(network.device):
             for part in network.batches(rows):
                 cache = DynamicCache(config=network.config)
                 for columns in steps:

@@ -103,7 +103,7 @@ def _export(search: RankSearch) -> ExportResult:
         log.warning("%s", warning)
     if job.unmeasured:
         log.warning("accuracy is not measured: %s", job.unmeasured)
-    log.info("compression %.4f, %s", report["compression"]["stored"], allocated_by(job.recipe))
+    log.debug("compression %.4f, %s", report["compression"]["stored"], allocated_by(job.recipe))
     return ExportResult(job.out.path, report, accuracy, digest, times.seconds, search.measured_points)
 
 

@@ -1,140 +1,179 @@
-"""Figures of a report as images with their SVG inside, and what studies' plots share with them. Needs matplotlib when
-called.
+"""Figures of a report: accuracy against compression, what each layer keeps, and singular values.
 
-Figures are narrow, so that text stays readable at the width of a phone.
+They are narrow, so that text stays readable at the width of a phone.
 """
 
 from __future__ import annotations
 
-import io
-from base64 import b64encode
-from collections.abc import Callable
-from functools import partial
-from html import escape
-from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
-from .data import ReportData
+from ...checkpoint.layout import GroupLayout
+from ...checkpoint.rows import WIDTHS, NumberRow, Row
+from ..evaluation.accuracy import Fidelity
+from .data import WHOLE_BITS, Cell, ReportData
+from .drawing import Axis, Chart
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-KEYS, MUTED, ACCENT = "#1f5fbf", "#8a93a3", "#0f7b53"
 SIDE_NAMES = {"qk": "keys", "vo": "values", "joint": "keys and values"}
 
-STYLE: dict[Any, Any] = {
-    "figure.constrained_layout.use": True,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "font.size": 10,
-    "svg.hashsalt": "rotor",
-}
-
-SVG_STYLE: dict[Any, Any] = {**STYLE, "svg.fonttype": "none", "svg.hashsalt": "rotor"}
-"""Style of figures; the same data gives the same bytes."""
-
-TITLE_WIDTH = 48
-"""Characters of a line of a title that fit into a figure."""
+SPLIT_COLOURS = {"search": "var(--muted)", "report": "var(--keys)"}
 
 FLOOR = 1e-6
 """Smallest share that a logarithmic axis of a spectrum shows."""
-
-MARKERS = "osD^vPX*<>"
-"""Markers of the lines of a plot, in turn."""
 
 LOSS_FLOOR = 5e-4
 """Least loss of accuracy that is drawn; smaller ones and 0 are drawn there, as a logarithmic axis has no 0."""
 
 LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
+LINE_POINTS = 100
+"""Points of a drawn line at most."""
+
 
 def figures(data: ReportData) -> dict[str, str]:
-    """Images by name, for each figure that has something to draw; those of singular values are `spectra-SIDE`.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    import matplotlib
-    from matplotlib.figure import Figure
-
+    """SVG by name, for each figure that has something to draw; those of singular values are `spectra-SIDE`."""
     drawn: dict[str, str] = {}
-    with matplotlib.rc_context(SVG_STYLE):
-        for name, (draw, text) in _drawings(data).items():
-            figure = Figure(figsize=(4.4, 3.2))
-            draw(figure)
-            figure.savefig(buffer := io.BytesIO(), format="svg", metadata={"Date": None})
-            svg = b64encode(buffer.getvalue()).decode()
-            drawn[name] = f'<img alt="{escape(text)}" src="data:image/svg+xml;base64,{svg}">'
+    if data.points:
+        drawn["points"] = draw_points(data)
+    if data.ranks:
+        drawn["layers"] = draw_layers(data)
+    for side, name in data.spectra_of.items():
+        drawn[f"spectra-{side}"] = draw_spectra(data, side, name)
     return drawn
 
 
-def _drawings(data: ReportData) -> dict[str, tuple[Callable[[Figure], None], str]]:
-    """Functions that draw on a matplotlib figure, each with a text for those who do not see it, by name."""
-    drawings: dict[str, tuple[Callable[[Figure], None], str]] = {}
-    if data.points:
-        text = f"Accuracy against compression: {len(data.points)} measured points; the numbers are in the table below."
-        drawings["points"] = partial(_draw_points, data), text
-    for side, name in data.spectra_of.items():
-        text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(data.spectra)} layers, falling from 1"
-        draw = partial(_draw_spectra, data=data, side=side, name=name)
-        drawings[f"spectra-{side}"] = draw, f"{text}{'; dots mark ranks' if data.ranks else ''}."
-    return drawings
-
-
-def _draw_points(data: ReportData, figure: Figure) -> None:
-    """Draw the uncompressed model, measured points, and the target as a line."""
-    points = sorted(data.points, key=lambda p: p.stored)
-    axes = figure.subplots()
-    losses = list[float]()
-    for split, colour in (("search", MUTED), ("report", KEYS)):
-        measured = [(point.stored, getattr(point, split)) for point in points if getattr(point, split) is not None]
-        x, y = [stored for stored, _ in measured], [shown_loss(fidelity.accuracy) for _, fidelity in measured]
-        for stored, fidelity in measured:
-            high, low = map(shown_loss, fidelity.interval)
-            axes.vlines(stored, low, high, color=colour, linewidth=1.2, alpha=0.6)
-            losses += [low, high]
-        if measured:
-            if split == "search":  # a line from the uncompressed model
-                axes.plot([0, *x], [shown_loss(1), *y], color=colour, linewidth=1, linestyle="--")
-            axes.plot(x, y, "o", color=colour, markersize=4, label=f"{split} split, 95 % interval")
-            losses += y
-    axes.plot([0], [shown_loss(1)], "s", color="black", markersize=5, label="uncompressed")
+def draw_points(data: ReportData) -> str:
+    """Measured points with their intervals, zoomed to them, and the target as a line."""
+    points = sorted(data.points, key=lambda point: point.stored)
+    measured = [
+        (split, point.stored, fidelity)
+        for split in SPLIT_COLOURS
+        for point in points
+        if (fidelity := getattr(point, split)) is not None
+    ]
+    losses = [shown_loss(bound) for _, _, fidelity in measured for bound in (fidelity.accuracy, *fidelity.interval)]
+    if data.target is not None:
+        losses.append(shown_loss(data.target))
+    stored = [point.stored for point in points]
+    room = max(0.1 * (stored[-1] - stored[0]), 0.01)
+    across = Axis.linear(stored[0] - room, stored[-1] + room, "compression (share of the KV cache removed)")
+    chart = Chart(across, accuracy_axis(losses))
+    for split, colour in SPLIT_COLOURS.items():
+        if any(split == own for own, _, _ in measured):
+            chart.legend(f"{split} split, 95 % interval", colour)
+    if data.target is not None:
+        chart.legend(f"target {data.target:g}", "var(--accent)", shape="line")
+        level = shown_loss(data.target)
+        chart.line([(across.low, level), (across.high, level)], "var(--accent)", dashes="2 3")
+    for split, share, fidelity in measured:
+        ends = [(share, shown_loss(bound)) for bound in fidelity.interval]
+        chart.line(ends, SPLIT_COLOURS[split], width=1.2)
+    for split, share, fidelity in measured:
+        said = f"{share:.3f} removed: {fidelity} on the {split} split"
+        chart.dot((share, shown_loss(fidelity.accuracy)), SPLIT_COLOURS[split], said)
     shown = data.chosen
     assert shown is not None
-    fidelity = shown.report or shown.search
-    assert fidelity is not None
-    here = [shown.stored], [shown_loss(fidelity.accuracy)]
-    axes.plot(*here, "o", markersize=11, mfc="none", mew=2, color=ACCENT, label="shown")
-    if data.target is not None:
-        axes.axhline(shown_loss(data.target), color=ACCENT, linewidth=1, linestyle=":")
-        losses.append(shown_loss(data.target))
-    accuracy_axis(axes, losses, "accuracy (ratio)")
-    axes.set_xlabel("compression (share of the KV cache removed)")
-    figure.legend(fontsize=8, loc="outside upper center", ncols=2)
+    found: Fidelity | None = shown.report or shown.search
+    assert found is not None
+    chart.ring((shown.stored, shown_loss(found.accuracy)), "var(--accent)")
+    chart.legend("the point shown here", "var(--accent)", shape="ring")
+    return chart.svg(
+        f"Accuracy against compression: {len(points)} measured points; the numbers are in the table below."
+    )
 
 
-def _draw_spectra(figure: Figure, *, data: ReportData, side: str, name: str) -> None:
-    """Draw one line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
-    axes = figure.subplots()
+def draw_layers(data: ReportData) -> str:
+    """A bar a layer, as long as the bits that it keeps of a token, in parts by kind and by bits of a channel."""
+    layers = [_parts(groups) for groups in data.ranks]
+    longest = max(sum(bits for _, _, bits in parts) for parts in layers) or 1
+    thickness = max(5.0, min(14.0, 420 / len(layers)))
+    every = -(-len(layers) // 16)
+    ticks = [(layer, str(layer)) for layer in range(0, len(layers), every)]
+    across = Axis.linear(0, longest, "bits of a token that the layer keeps")
+    chart = Chart(across, Axis(len(layers) - 0.5, -0.5, "layer", ticks), height=max(thickness * len(layers), 90))
+    coded = any(isinstance(width, int) for parts in layers for _, width, _ in parts)
+    for side, width in sorted({(side, width) for parts in layers for side, width, _ in parts}, key=_order):
+        label = SIDE_NAMES[side] if width is None else f"{width} bits"
+        if coded and len({side for parts in layers for side, _, _ in parts}) > 1:
+            label = f"{SIDE_NAMES[side]}, {label}"
+        chart.legend(label, _part_colour(side, width), shape="box")
+    for layer, (groups, parts, head_dim) in enumerate(zip(data.ranks, layers, data.head_dims, strict=True)):
+        boxes, begin = [], 0
+        for side, width, bits in parts:
+            ends = (begin, layer - 0.42), (begin + bits, layer + 0.42)
+            boxes.append(chart.box(*ends, _part_colour(side, width)))
+            begin += bits
+        chart.group(boxes, f"layer {layer}: {_kept(groups, head_dim)}")
+    return chart.svg(f"Bits of a token that each of {len(layers)} layers keeps; the numbers are in the table below.")
+
+
+def _parts(groups: Sequence[GroupLayout]) -> list[tuple[str, int | None, int]]:
+    """Parts of a layer's bar: latent, bits of its channels (None for numbers), and bits of them all."""
+    found: dict[tuple[str, int | None], int] = {}
+    for group in groups:
+        latents: list[tuple[str, Row]] = [("joint", group.key)] if group.joint else [("qk", group.key)]
+        if not group.joint:
+            latents.append(("vo", group.values))
+        for side, row in latents:
+            if isinstance(row, NumberRow):
+                counts: dict[int | None, int] = {None: WHOLE_BITS * row.rank}
+            else:
+                counts = {width: width * row.bits.count(width) for width in WIDTHS}
+            for width, bits in counts.items():
+                found[side, width] = found.get((side, width), 0) + bits
+    return sorted(((*part, bits) for part, bits in found.items() if bits), key=lambda part: _order(part[:2]))
+
+
+def _order(part: tuple[str, int | None]) -> tuple[int, int]:
+    """Where a part stands in its bar: keys before values, and the most bits first."""
+    side, width = part
+    return list(SIDE_NAMES).index(side), -(width or WHOLE_BITS)
+
+
+def _kept(groups: Sequence[GroupLayout], head_dim: int) -> str:
+    """What each latent of a layer keeps, in words."""
+    cells = [
+        Cell.of(group, side, head_dim)
+        for group in groups
+        for side in (("keys",) if group.joint else ("keys", "values"))
+    ]
+    return "; ".join(
+        f"KV heads {', '.join(map(str, cell.kv_heads))}: {cell.rank} of {cell.channels} channels, "
+        f"{cell.bits} of {cell.whole_bits} bits{cell.widths and f' ({cell.widths})'}"
+        for cell in cells
+    )
+
+
+def _part_colour(side: str, width: int | None) -> str:
+    """Colour of a part of a bar: the more bits a channel has, the stronger."""
+    colour = "var(--values)" if side == "vo" else "var(--keys)"
+    strength = 100 if width is None else round(20 + 80 * (width / WHOLE_BITS) ** 0.8)
+    return f"color-mix(in srgb, {colour} {strength}%, var(--card))"
+
+
+def draw_spectra(data: ReportData, side: str, name: str) -> str:
+    """A line a layer in the colour of its place in the model, with a dot at the layer's mean rank."""
+    ticks = [(10.0**power, f"1e{power}" if power < -3 else f"{10.0**power:g}") for power in range(-6, 1)]
+    down = Axis(FLOOR, 1.0, "singular value over the largest", ticks, log=True)
+    several = len(data.spectra) > 1
+    chart = Chart(Axis.linear(0, 1, "channel (share of all)"), down, right=54 if several else 12)
     colours = layer_colours(len(data.spectra))
+    chart.legend(f"{SIDE_NAMES[side]}, {name}", "none", shape="box")
     for index, layer in enumerate(data.spectra):
         if side not in layer:
             continue
         values = [max(value, FLOOR) for value in layer[side]]
-        share = [(i + 1) / len(values) for i in range(len(values))]
-        axes.plot(share, values, color=colours[index], linewidth=1.2)
+        every = -(-len(values) // LINE_POINTS)
+        drawn = sorted({*range(0, len(values), every), len(values) - 1})
+        chart.line([((i + 1) / len(values), values[i]) for i in drawn], colours[index], width=1.2)
         if data.ranks:
             ranks = [(group.values if side == "vo" else group.key).rank for group in data.ranks[index]]
             kept = min(max(round(sum(ranks) / len(ranks)), 1), len(values))
-            axes.plot([share[kept - 1]], [values[kept - 1]], "o", color=colours[index], markersize=4)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_title(fill(f"{SIDE_NAMES[side]}, {name}", TITLE_WIDTH), fontsize=10)
-    axes.set(xlabel="channel (share of all)", ylabel="singular value over the largest")
-    layer_legend(figure, axes, len(data.spectra))
+            said = f"layer {index}: {kept} of {len(values)} channels"
+            chart.dot((kept / len(values), values[kept - 1]), colours[index], said, radius=3)
+    if several:
+        chart.colour_scale(colours, "layer")
+    text = f"Singular values of the {SIDE_NAMES[side]} ({name}) of {len(data.spectra)} layers, falling from 1"
+    return chart.svg(f"{text}{'; dots mark ranks' if data.ranks else ''}.")
 
 
 def shown_loss(accuracy: float) -> float:
@@ -142,35 +181,20 @@ def shown_loss(accuracy: float) -> float:
     return min(max(1 - accuracy, LOSS_FLOOR), 1.0)
 
 
-def accuracy_axis(axes: Axes, losses: list[float], label: str) -> None:
+def accuracy_axis(losses: Sequence[float]) -> Axis:
     """An axis of accuracy, best at the top, logarithmic in what is lost: from 0.9 to 0.99 it is as far as on to 0.999.
 
     Args:
-        losses: all that `shown_loss` gave for what is drawn.
+        losses: all that `shown_loss` gave for what is drawn; the axis ends a little beyond them.
     """
-    worst = max([*losses, 0.01])
-    axes.set_yscale("log")
-    axes.set_ylim(min(1.3 * worst, 1.1), 0.8 * LOSS_FLOOR)
-    ticks = [tick for tick in LOSS_TICKS if tick <= 1.3 * worst]
-    axes.set_yticks([LOSS_FLOOR, *ticks], [f"≥ {1 - LOSS_FLOOR:g}", *(f"{1 - tick:g}" for tick in ticks)])
-    axes.set_yticks([], minor=True)
-    axes.set_ylabel(label)
+    best, worst = max(min(losses) / 1.4, 0.8 * LOSS_FLOOR), min(1.4 * max(losses), 1.1)
+    every = (LOSS_FLOOR, *LOSS_TICKS)
+    while len(ticks := [tick for tick in every if best <= tick <= worst]) < 2:
+        best, worst = max(best / 1.4, 0.8 * LOSS_FLOOR), min(1.4 * worst, 1.1)
+    labels = [(tick, f"{'≥ ' if tick == LOSS_FLOOR else ''}{1 - tick:g}") for tick in ticks]
+    return Axis(worst, best, "accuracy (ratio)", labels, log=True)
 
 
-def layer_colours(layers: int) -> list[tuple[float, float, float, float]]:
-    """A colour for each layer, from the first to the last."""
-    from matplotlib import colormaps
-
-    return [colormaps["viridis"](index / max(layers - 1, 1)) for index in range(layers)]
-
-
-def layer_legend(figure: Figure, axes: Axes, layers: int) -> None:
-    """A scale of `layer_colours` beside axes, with numbers of layers; nothing for one layer."""
-    if layers < 2:
-        return
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-    from matplotlib.ticker import MaxNLocator
-
-    shown = ScalarMappable(Normalize(-0.5, layers - 0.5), "viridis")
-    figure.colorbar(shown, ax=axes, ticks=MaxNLocator(8, integer=True), label="layer")
+def layer_colours(layers: int) -> list[str]:
+    """A colour for each layer, from the first, violet, to the last, orange; told apart on light and on dark."""
+    return [f"hsl({265 - 235 * index / max(layers - 1, 1):.1f} 60% 52%)" for index in range(layers)]

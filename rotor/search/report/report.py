@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -16,7 +17,6 @@ from markupsafe import Markup, escape
 from ...calibration.run import Run
 from ...checkpoint.atomic import write_text
 from ...checkpoint.file_names import ROTOR_JSON
-from ...checkpoint.layout import GroupLayout
 from ...checkpoint.output_folder import check_file
 from ...checkpoint.schemas import CheckpointInfo
 from ...errors import UsageError
@@ -60,16 +60,12 @@ def report(folder: str | Path, out: str | Path | None = None) -> Report:
 
 
 def write(data: ReportData, path: Path) -> Report:
+    drawn = figures(data)
     try:
-        drawn = figures(data)
-    except ImportError:  # matplotlib is not installed
-        drawn = None
-    page = render(data, drawn)
-    try:
-        write_text(path, page)
+        write_text(path, render(data, drawn))
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror}).", "Choose another place.") from error
-    return Report(path, list(drawn or {}), data.absent)
+    return Report(path, list(drawn), data.absent)
 
 
 def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recipe: Recipe, run: Run) -> None:
@@ -88,38 +84,41 @@ def write_with_checkpoint(folder: Path, place: Path, info: CheckpointInfo, recip
         write(collect_run(run), run.folder / NAME)
 
 
-def render(data: ReportData, drawn: dict[str, str] | None) -> str:
-    """The page.
-
-    Args:
-        drawn: images by section; None where figures cannot be drawn, and tables stand open in their place.
-    """
+def render(data: ReportData, drawn: dict[str, str]) -> str:
+    """The page, with its figures by name."""
     energies = [
         {side: f"{_channels_for(values)} of {len(values)}" for side, values in layer.items()} for layer in data.spectra
     ]
     return _template().render(
         data=data,
-        figures=drawn or {},
-        spectra_figures=[name for name in drawn or {} if name.startswith("spectra-")],
-        with_figures=drawn is not None,
+        figures=drawn,
+        spectra_figures=[name for name in drawn if name.startswith("spectra-")],
         energies=energies,
         sides={side: SIDE_NAMES[side] for side in data.spectra_of},
         recipe_yaml=data.recipe.to_yaml(),
-        most={side: _largest_share(data, side) for side in ("keys", "values")},
+        kept=list(_kept_by_layer(data)),
+        whole_bits=_whole_bits(data),
         next_steps=_next_steps(data),
     )
 
 
-def _largest_share(data: ReportData, side: str) -> float:
-    """The largest share of the bits that a latent of a side keeps, by which its cells are coloured."""
-    layers = zip(data.ranks, data.head_dims, strict=True)
-    cells = [Cell.of(group, side, dim) for layer, dim in layers for group in layer if _has_side(group, side)]
-    return max((cell.bits / cell.whole_bits for cell in cells), default=0) or 1.0
+def _kept_by_layer(data: ReportData) -> Iterator[tuple[int, str, Cell]]:
+    """Layer, what it is of, and what is kept of each latent of each group of KV heads."""
+    for layer, (groups, head_dim) in enumerate(zip(data.ranks, data.head_dims, strict=True)):
+        for group in groups:
+            if group.joint:
+                yield layer, "keys and values", Cell.of(group, "keys", head_dim)
+            else:
+                for side in ("keys", "values"):
+                    yield layer, side, Cell.of(group, side, head_dim)
 
 
-def _has_side(group: GroupLayout, side: str) -> bool:
-    """Tell whether a group has latents of `values` beside those of `keys`, which stand for joint ones too."""
-    return side == "keys" or not group.joint
+def _whole_bits(data: ReportData) -> str:
+    """Bits of a token in an uncompressed layer, in words."""
+    layers: dict[int, int] = {}
+    for layer, _, cell in _kept_by_layer(data):
+        layers[layer] = layers.get(layer, 0) + cell.whole_bits
+    return " to ".join(f"{bits:,}" for bits in sorted({min(layers.values()), max(layers.values())})) if layers else ""
 
 
 def _next_steps(data: ReportData) -> list[tuple[str, str]]:
@@ -152,5 +151,4 @@ def _code(text: str) -> Markup:
 def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined)
     environment.filters |= {"bytes": in_bytes, "code": _code, "time": in_time}
-    environment.globals |= {"pip_install": pip_install, "cell_of": Cell.of}
     return environment.from_string((resources.files("rotor.search.report") / TEMPLATE).read_text("utf-8"))

@@ -8,12 +8,26 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
 from ...installing import pip_install
-from ...search.report.figures import MARKERS, STYLE
+from ...search.report.figures import LOSS_FLOOR, LOSS_TICKS
 from .part import Part
 from .store import StudyStore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+STYLE: dict[Any, Any] = {
+    "figure.constrained_layout.use": True,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "font.size": 10,
+    "svg.hashsalt": "rotor",
+}
+"""Style of plots; the same data gives the same bytes."""
+
+MARKERS = "osD^vPX*<>"
+"""Markers of the lines of a plot, in turn."""
 
 KL_LABEL = "KL divergence (nats per token)"
 LEAST_KL = 1e-6
@@ -43,6 +57,21 @@ def draw_line(axes: Axes, index: int, points: Sequence[tuple[float, float]], lab
     """Draw a line with marks, in the colour `index`; beyond ten the same colours come with other markers."""
     look = {"color": f"C{index % 10}", "marker": MARKERS[(index + index // 10) % len(MARKERS)], "markersize": 5}
     axes.plot([x for x, _ in points], [y for _, y in points], **{**look, "label": label, **options})
+
+
+def accuracy_axis(axes: Axes, worst: float) -> None:
+    """Make the vertical axis one of accuracy as in a report: best at the top, logarithmic in what is lost.
+
+    Args:
+        worst: the largest loss (`shown_loss`) that is drawn.
+    """
+    worst = max(worst, 0.01)
+    axes.set_yscale("log")
+    axes.set_ylim(min(1.3 * worst, 1.1), 0.8 * LOSS_FLOOR)
+    ticks = [tick for tick in LOSS_TICKS if tick <= 1.3 * worst]
+    axes.set_yticks([LOSS_FLOOR, *ticks], [f"≥ {1 - LOSS_FLOOR:g}", *(f"{1 - tick:g}" for tick in ticks)])
+    axes.set_yticks([], minor=True)
+    axes.set_ylabel("accuracy (ratio to the model)")
 
 
 def draw_legend(axes: Axes, **options: Any) -> None:

@@ -13,10 +13,10 @@ from ....recipe.recipe import Recipe
 from ....search.evaluation.accuracy import Fidelity
 from ....search.plan_choice import find_plan
 from ....search.point import Point
-from ....search.report.figures import accuracy_axis, shown_loss
+from ....search.report.figures import shown_loss
 from ..context import TARGETS, StudyContext
 from ..part import CsvRow, Part, Table, Task, number
-from ..plots import KL_LABEL, LEAST_KL, draw_legend, draw_line
+from ..plots import KL_LABEL, LEAST_KL, accuracy_axis, draw_legend, draw_line
 from ..store import Record, StudyStore
 
 if TYPE_CHECKING:
@@ -178,7 +178,7 @@ def _draw(by_recipe: Mapping[str, Records], figure: Figure) -> None:
             marks = [(p["stored"], shown(p["report"][value])) for p in reached]
             draw_line(axes, index, marks, linestyle="", markersize=9, mfc="none", mew=1.3)
     worst = accuracy.dataLim.y1
-    accuracy_axis(accuracy, [worst], "accuracy (ratio to the model)")
+    accuracy_axis(accuracy, worst)
     for target in TARGETS:
         if shown_loss(target) <= worst:
             accuracy.axhline(shown_loss(target), color="0.5", linewidth=0.8, linestyle=":")
