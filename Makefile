@@ -7,7 +7,8 @@
 # make test-slow the tests marked slow or nightly: what repeats, forges, kills, or goes over every case
 # make test-min  the tests on the oldest versions that pyproject.toml allows
 # make gpu       on a GPU: tests and measurements in nine minutes (MINUTES=4: in four)
-# make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/
+# make gpu-bundle  packages for a GPU machine without network (Python 3.12, PyTorch and Triton there), in .gpu-bundle/;
+#                MODEL=file: also a real model (.gguf, or .tar of a folder), in parts of at most 60 MiB, in .gpu-model/
 # make docs      the pages of README, docs/ and artifacts/, and the API from docstrings, as a site in build/site
 # make test-vllm the tests of vLLM's plugin, in an environment with vLLM for CPUs
 
@@ -104,11 +105,18 @@ gpu:
 BUNDLE := .gpu-bundle
 BUNDLE_PYTHON ?= 3.12
 BUNDLE_PACKAGES := pydantic
+CARRIED := .gpu-model
+FOR_PLATFORM := --only-binary=:all: --implementation cp --python-version $(BUNDLE_PYTHON) \
+	--platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64
+UNPACK := pip install --quiet --disable-pip-version-check --no-compile --target $(BUNDLE) $(FOR_PLATFORM)
 gpu-bundle:
-	rm -rf $(BUNDLE)
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-compile --target $(BUNDLE) -c constraints.txt \
-		--only-binary=:all: --implementation cp --python-version $(BUNDLE_PYTHON) --platform manylinux_2_17_x86_64 \
-		--platform manylinux2014_x86_64 $(BUNDLE_PACKAGES)
+	rm -rf $(BUNDLE) $(CARRIED)
+	$(PYTHON) -m $(UNPACK) -c constraints.txt $(BUNDLE_PACKAGES)
+ifneq ($(origin MODEL),file)
+	$(PYTHON) -m $(UNPACK) --no-deps --upgrade gguf accelerate psutil
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) artifacts/gpu cut $(MODEL) -o $(CARRIED)
+	@echo "Carry each part, too. There: python3 artifacts/gpu join (a run does so by itself)"
+endif
 	@du -sh $(BUNDLE)
 	@echo "Carry this tree with $(BUNDLE)/, which git ignores. There, in its root:"
 	@echo "    export PYTHONPATH=\$$PWD/$(BUNDLE) $$(git rev-parse HEAD 2>/dev/null | sed 's/^/ROTOR_COMMIT=/')"

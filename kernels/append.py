@@ -8,7 +8,7 @@ All of it is one launch. A program makes some words of a group's row for some to
 each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
 product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
 computed once for each, which costs little beside reading the basis. The row of a joint group of codes has a scale, by
-all of its latents: there programs leave latents in memory, and the last one of a group codes them (`coding`).
+all of its latents: there programs leave latents in memory, and the last one of a group codes them (`quantise`).
 
 Lower bound of the time: bytes of the basis, keys and rows over memory bandwidth; in decoding the basis is nearly all.
 """
@@ -29,11 +29,11 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, CodedRow, RowScale
 
 from .arrivals import counters, last_of, prepare_counters
-from .coding import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
+from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
+from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
 from .rotary import Rotation
 from .rows import as_loaded, row_dtype
-from .slots import SlotsToFill
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV
@@ -399,7 +399,6 @@ def append(
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
     fill: SlotsToFill | None = None,
-    remember: bool = True,
 ) -> Appended:
     """Make the rows of new tokens, and rotate their queries, in one launch.
 
@@ -427,7 +426,6 @@ def append(
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
         fill: in a layer with exact tokens whose keys are rotated here, or without RoPE: keep the new token of each
             sequence there.
-        remember: keep counters for other launches. What compiled code launches may not: see `decode_attention`.
     """
     batch_size, seq_len = key.shape[:2]
     tokens = batch_size * seq_len
@@ -448,7 +446,7 @@ def append(
     most = tokens
     if layout.scaled and not layout.folds_keys(shape):
         most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, remember)
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill)
     for start in range(0, tokens, most):
         call.launch(range(start, min(start + most, tokens)), sides, page, row_strides, slots, as_it_is)
     if rotated is not None:
@@ -478,7 +476,6 @@ class _Call:
     index: Tensor | None
     scale: RowScale | None
     fill: SlotsToFill | None
-    remember: bool
 
     def launch(
         self,
@@ -520,7 +517,7 @@ class _Call:
             coding = self.scale.shift, self.scale.length, tables.halves, tables.places, tables.groups
             if not layout.folds_keys(shape):
                 latents = torch.empty(len(tokens), layout.key_rank, dtype=torch.float32, device=key.device)
-                arrived = counters(blocks * groups, key.device, self.remember)
+                arrived = counters(blocks * groups, key.device)
         exact_sides, slot_strides, first, newest, offset, begin = (key, key), (0, 0, 0), 0, 1, 0, 0
         if self.fill is not None:
             keys, values, first, offset, begin = self.fill

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
 """Let the last of some programs of a launch go on with what all of them stored.
 
-Counters are zero before a launch and after it. A thread keeps some for each stream. What goes into a CUDA graph, or is
-not to be remembered, takes others each time, as graphs may run beside what was launched later.
+Counters are zero before a launch and after it. A thread keeps some for each stream. What goes into a CUDA graph takes
+others each time, as graphs may run beside what was launched later.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def prepare_counters(device: torch.device) -> Tensor:
         return _of_graphs[device]
 
 
-def counters(count: int, device: torch.device, remember: bool = True) -> Tensor:
+def counters(count: int, device: torch.device) -> Tensor:
     """Counters for a launch, all zero, [at least count] int32."""
-    own = prepare_counters(device)
-    if capturing(device) or not remember:
+    pool = prepare_counters(device)
+    if capturing(device):
         with _lock:
-            first = _taken[device] if _taken[device] + count <= len(own) else 0
+            first = _taken[device] if _taken[device] + count <= len(pool) else 0
             _taken[device] = first + count
-        return own[first : first + count]
+        return pool[first : first + count]
     place = (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
     kept = _counters.by_stream.get(place)
     if kept is None or len(kept) < count:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import threading
-import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
-from .decoding import MOST_ROWS, DecodeLayer, block_starts, decode_attention
+from .decode_launch import MOST_ROWS, DecodeLayer, block_starts, decode_attention
+from .exact_slots import ExactSlots
+from .expand import PagesOf
 from .launch import capability_of, capturing, sm_count
-from .materialise import PagesOf
 from .parameters import AttentionParameters, seq_len_of
+from .passes import Pass, version_of
 from .ranges import KeyRanges, ranges_of_codes
-from .remembered import Remembered, version_of
 from .rotary import Rotation
-from .slots import ExactSlots
 from .stock import (
     Varlen,
     packed_attention,
@@ -29,6 +29,8 @@ from .stock import (
     prompt_with_exact,
     prompts_alone,
 )
+
+Made = TypeVar("Made")
 
 
 def rows_attention(
@@ -41,9 +43,8 @@ def rows_attention(
     rotation: Rotation | None = None,
     first: int = 0,
     attention_mask: Tensor | None = None,
-    layer_idx: int | None = None,
-    remember: bool = True,
     exact: ExactSlots | None = None,
+    now: Pass | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
@@ -60,9 +61,8 @@ def rows_attention(
         first: positions from the first of `rotation` to the first row of the cache, which a window has dropped.
         attention_mask: [batch_size or 1, 1, seq_len or 1, kv_len or 1], bool; None is causal: a prefill into an empty
             cache, or one token that attends to all keys.
-        layer_idx: of the layer: what its step computes of the mask serves the layers after it.
-        remember: keep what is computed of mask and rotation; compiled code uses their memory again without notice.
         exact: in a layer with exact tokens, these; rows of the tokens that they hold are not read.
+        now: the pass, which has this mask: the keys that queries see are found once for its layers.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout;
         in a layer with exact tokens [batch_size, seq_len, num_heads * head_dim].
@@ -74,14 +74,10 @@ def rows_attention(
     if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
-    if not remember:
-        keys = ranges_of(attention_mask, shape, key.device)
-    elif attention_mask is None:
-        keys = _ranges_without_mask(shape, key.device)
-    else:
-        keys = _step.ranges(attention_mask, shape, layer_idx)
+    now = now or Pass()
+    keys = now.once(("ranges", shape), lambda: ranges_of(attention_mask, shape, key.device))
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    prepared = _prepared(parameters, kernels, keys, rotation, packed, remember, exact)
+    prepared = _prepared(parameters, kernels, keys, rotation, packed, now, exact)
     output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
@@ -106,6 +102,7 @@ def attend_pages(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     new: tuple[Tensor, Tensor] | None = None,
+    now: Pass | None = None,
 ) -> Tensor:
     """Causal attention of packed queries over pages, which hold the rows of the new tokens already.
 
@@ -129,6 +126,7 @@ def attend_pages(
         exact: in a layer with exact tokens, of sequences that decode these with the new ones; of prompts those before,
             which all new tokens then attend to exactly, None where nothing lies before.
         new: there, keys after RoPE and values of the new tokens, [tokens, num_kv_heads, head_dim].
+        now: the engine's step, for what layers share.
     Returns:
         [tokens, sum over query heads of value width], dtype of query; in a layer with exact tokens [tokens, num_heads *
         head_dim]. Undefined for tokens of no sequence.
@@ -136,7 +134,7 @@ def attend_pages(
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        prepared = _prepared(parameters, kernels, keys, rotation, query, exact=exact)
+        prepared = _prepared(parameters, kernels, keys, rotation, query, now or Pass(), exact)
         return decode_attention(query, key, value, **prepared, block_table=block_table, max_kv_len=max_kv_len, out=out)
     if new is not None and exact is None:
         output = prompts_alone(query, *new, parameters, query_start_loc, max_query_len, window, varlen)
@@ -161,7 +159,7 @@ def _prepared(
     keys: KeyRanges,
     rotation: Rotation | None,
     query: Tensor,
-    remember: bool = True,
+    now: Pass,
     exact: ExactSlots | None = None,
 ) -> dict[str, object]:
     """Arguments of `decode_attention` that do not change from step to step."""
@@ -171,19 +169,51 @@ def _prepared(
         most_programs = sm_count(device) * kernels.slices_per_sm
     starts = None
     if rotation is not None and parameters.layout.in_blocks:
-        starts = starts_of_blocks(rotation, parameters.layout, remember)
+        starts = starts_of_blocks(rotation, parameters.layout)
     prepared = {
         "layer": decode_layer(parameters, query.dtype, device),
         "ranges": keys,
         "starts_of_blocks": starts,
         "tiles": tiles,
         "most_programs": most_programs,
-        "remember": remember,
     }
     if exact is None:
         return prepared
-    codes = _step.codes(keys, exact) if remember else ranges_of_codes(keys, exact)
-    return prepared | {"ranges": codes, "exact": exact, "attended": keys}
+    # Made once for layers with the same bounds. These are kept beside the result, so that no others get their ids.
+    bounds = keys, exact.first, exact.until
+    made = now.once(("codes", *map(id, bounds), capturing(device)), lambda: (bounds, ranges_of_codes(keys, exact)))
+    return prepared | {"ranges": made[-1], "exact": exact, "attended": keys}
+
+
+class Remembered(Generic[Made]):
+    """Results by the tensor that they were made of. They must not hold that tensor itself, or it lives for ever.
+
+    most: results that are kept of a tensor; the oldest goes.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def get(self, tensor: Tensor, key: tuple[object, ...], make: Callable[[], Made], keep: bool = True) -> Made:
+        """The result for a tensor and a key; made if it is not known.
+
+        Args:
+            keep: remember what is made.
+        """
+        version = version_of(tensor)
+        of_version, results = self._made.get(tensor, (version, {}))
+        if of_version == version and key in results:
+            known: Made = results[key]
+            return known
+        made = make()
+        if keep:
+            kept = results if of_version == version else {}
+            while len(kept) >= self.most:
+                del kept[next(iter(kept))]
+            kept[key] = made
+            self._made[tensor] = version, kept
+        return made
 
 
 _layers: Remembered[DecodeLayer] = Remembered(most=1)
@@ -218,14 +248,10 @@ def _layer_without_basis(
     return DecodeLayer(AttentionParameters(layout, shape, scaling, softcap=softcap), dtype, device)
 
 
-def starts_of_blocks(rotation: Rotation, layout: LayerLayout, remember: bool = True) -> Tensor:
-    """`decoding.block_starts`, made once for all layers and steps that go by a table.
-
-    Args:
-        remember: the table will not change; compiled code writes into its memory again.
-    """
+def starts_of_blocks(rotation: Rotation, layout: LayerLayout) -> Tensor:
+    """`decode_launch.block_starts`, made once for all layers and steps that go by a table."""
     cos = rotation[0]
-    keep = remember and not capturing(cos.device)
+    keep = not capturing(cos.device)
     return _starts.get(cos, (layout.rope_block,), lambda: block_starts(rotation, layout), keep=keep)
 
 
@@ -236,39 +262,6 @@ def ranges_of_pages(
     if max_query_len == 1 and tokens == len(kv_lens):
         return KeyRanges.of_lengths(kv_lens, window=window)
     return KeyRanges.packed(query_start_loc, kv_lens, tokens, max_query_len, window)
-
-
-class _Step(threading.local):
-    """The ranges of the mask of a thread's step: the layers go through it in their order, and all share its mask."""
-
-    key: tuple[object, ...] | None = None
-    layer = -1
-    mask: weakref.ref[Tensor] | None = None
-    known: KeyRanges
-    split: tuple[KeyRanges, tuple[int | None, ...], tuple[Any, ...], KeyRanges] | None = None
-
-    def ranges(self, mask: Tensor, shape: tuple[int, int, int], layer: int | None) -> KeyRanges:
-        """The ranges of a mask, computed once a step: they serve only later layers than the last."""
-        key = shape, version_of(mask), capturing(mask.device)
-        same = self.mask is not None and self.mask() is mask and self.key == key
-        if not same or layer is None or layer <= self.layer:
-            self.known = ranges_of(mask, shape, mask.device)
-            self.mask, self.key = weakref.ref(mask), key
-        self.layer = -1 if layer is None else layer
-        return self.known
-
-    def codes(self, keys: KeyRanges, exact: ExactSlots) -> KeyRanges:
-        """`ranges_of_codes`, computed once for layers that share these ranges and what bounds codes."""
-        bounds, known = (exact.first, exact.until), self.split
-        versions = tuple(map(version_of, bounds))
-        if known is None or known[0] is not keys or known[1] != versions or any(
-            own() is not bound for own, bound in zip(known[2], bounds, strict=True)
-        ):  # fmt: skip
-            known = self.split = keys, versions, tuple(map(weakref.ref, bounds)), ranges_of_codes(keys, exact)
-        return known[3]
-
-
-_step = _Step()
 
 
 def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
@@ -287,16 +280,3 @@ def ranges_of(mask: Tensor | None, shape: tuple[int, int, int], device: torch.de
     lengths = torch.full((batch_size,), seq_len, dtype=torch.int32, device=device)
     start = torch.arange(0, batch_size * seq_len + 1, seq_len, dtype=torch.int32, device=device)
     return KeyRanges.packed(start, lengths, batch_size * seq_len, seq_len)
-
-
-def _ranges_without_mask(shape: tuple[int, int, int], device: torch.device) -> KeyRanges:
-    """Causal ranges, for all layers and steps of a stream that have this shape; inside a CUDA graph a part of it."""
-    if capturing(device):
-        return ranges_of(None, shape, device)
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _ranges_cached(shape, device, stream)
-
-
-@lru_cache(maxsize=16)
-def _ranges_cached(shape: tuple[int, int, int], device: torch.device, stream: int) -> KeyRanges:
-    return ranges_of(None, shape, device)

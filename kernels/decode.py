@@ -151,20 +151,20 @@ def rows_at(
 
 
 @triton.jit
-def load_rows(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+def load_rows(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr):
     """Load COLUMNS columns of a tile, from FIRST on, as [KEYS, COLUMNS]."""
     column = FIRST + tl.arange(0, COLUMNS)[None, :]
-    if EXACT:
+    if FULL:
         return tl.load(pointers[:, None] + column)
     else:
         return tl.load(pointers[:, None] + column, mask=column < width, other=0)
 
 
 @triton.jit
-def load_columns(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, EXACT: tl.constexpr):
+def load_columns(pointers, width, FIRST: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr):
     """Load COLUMNS columns of a tile, from FIRST on, as [COLUMNS, KEYS]."""
     column = FIRST + tl.arange(0, COLUMNS)[:, None]
-    if EXACT:
+    if FULL:
         return tl.load(pointers[None, :] + column)
     else:
         return tl.load(pointers[None, :] + column, mask=column < width, other=0)
@@ -178,7 +178,7 @@ INTEGERS = [
 
 ADDRESSES = ["begin", "until", "first", "end", "query_start", "block_table", "mask", "holes"]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch.
-Pointers to rows always are: for an unaligned view `decoding` passes an earlier address, with `key_start` and
+Pointers to rows always are: for an unaligned view `decode_launch` passes an earlier address, with `key_start` and
 `value_start` as offsets."""
 
 
@@ -191,8 +191,8 @@ def decode_kernel(
     DTYPE: tl.constexpr, CODED: tl.constexpr, JOINT: tl.constexpr, SCALED: tl.constexpr,
     FOLDED: tl.constexpr, CONSTANT: tl.constexpr, BLOCK: tl.constexpr,
     HEADS: tl.constexpr, PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    PART: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_PART: tl.constexpr, EXACT: tl.constexpr,
-    VALUE_EXACT: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
+    PART: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_PART: tl.constexpr, FULL: tl.constexpr,
+    VALUE_FULL: tl.constexpr, PAGE: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, KEYS: tl.constexpr,
     STAGES: tl.constexpr, SPREAD: tl.constexpr, MOVE: tl.constexpr, KEY_ALIGN: tl.constexpr, VALUE_ALIGN: tl.constexpr,
     KEY_ROW: tl.constexpr, VALUE_ROW: tl.constexpr,
     PRECISION: tl.constexpr, ASM: tl.constexpr,
@@ -213,6 +213,7 @@ def decode_kernel(
         JOINT: values are read from the rows of keys. SCALED: the first nibble of rows is their scale.
         BLOCK: positions of a block, 0 for all positions in one.
         PART, VALUE_PART: columns that are loaded at a time.
+        FULL, VALUE_FULL: every group has COLUMNS of keys, VALUE_COLUMNS of values.
     """
     STEP: tl.constexpr = KEYS if BLOCK == 0 or BLOCK > KEYS else BLOCK
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -330,7 +331,7 @@ def decode_kernel(
             rows_of_tile = rows_at(keys, page, tile, b, u, key_block, KEY_ROW, STEP, KEYS, PAGE, CODED)  # [KEYS]
             z = ()
             for i in tl.static_range(PARTS):
-                words = load_rows(rows_of_tile, width, i * PART, PART, EXACT)  # [KEYS, PART]
+                words = load_rows(rows_of_tile, width, i * PART, PART, FULL)  # [KEYS, PART]
                 z += operands(words, CODED, DTYPE, ASM)
             if not JOINT:
                 rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
@@ -407,7 +408,7 @@ def decode_kernel(
             added = ()
             for i in tl.static_range(VALUE_PARTS):
                 words = load_columns(  # [VALUE_PART, KEYS]
-                    rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_EXACT and WHOLE
+                    rows_of_tile, value_width, i * VALUE_PART, VALUE_PART, VALUE_FULL and WHOLE
                 )
                 v = operands(words, CODED, DTYPE, ASM)
                 for j in tl.static_range(OPERANDS):

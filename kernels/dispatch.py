@@ -10,8 +10,7 @@ interpreter, TRITON_INTERPRET=1). With `auto` and with `triton`, plain PyTorch s
   registers and more;
 - AMD's GPUs, and NVIDIA's below compute capability 8.0 (the logger `rotor` says so);
 
-Where torch.compile traces the code (`generate` does so for static caches on CUDA), the kernels are operators of PyTorch
-(`operators`), and the choice made while tracing holds until the code is traced again.
+Where torch.compile traces a model (`generate` does so for static caches on CUDA), attention is left out of the graph.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def finish_kernel(
     key_slot, value_batch, value_head, value_slot, index_stride, mask_stride, scale, softcap,
     CODED: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, SHARE: tl.constexpr, TOKENS: tl.constexpr,
     APART: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr,
-    BASIS_ALIGN: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_EXACT: tl.constexpr, COLUMNS: tl.constexpr,
+    BASIS_ALIGN: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_FULL: tl.constexpr, COLUMNS: tl.constexpr,
     STEP: tl.constexpr, SLICES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, CONSTANT: tl.constexpr,
     MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -134,7 +134,7 @@ def finish_kernel(
 
     # Latents of values, COLUMNS at a time: the slices' joined results, times the basis. Operands lie one after another,
     # each with its first `width` columns.
-    width = VALUE_COLUMNS if VALUE_EXACT else tl.load(table + group * 8 + 2)
+    width = VALUE_COLUMNS if VALUE_FULL else tl.load(table + group * 8 + 2)
     own = tl.arange(0, APART)
     own_results = results + own // SHARE * GROUP_ROWS + own % SHARE
     own_live = own < SHARE * TOKENS
@@ -147,7 +147,7 @@ def finish_kernel(
     for start in range(0, OPERANDS * width, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         some = column < OPERANDS * width
-        source = column if VALUE_EXACT else column // width * VALUE_COLUMNS + column % width
+        source = column if VALUE_FULL else column // width * VALUE_COLUMNS + column % width
         latents = tl.zeros((APART, COLUMNS), tl.float32)
         for slice_0 in range(low, high + 1, SLICES):
             program = slice_0 + tl.arange(0, SLICES)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .slots import ExactSlots
+from .exact_slots import ExactSlots
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,11 @@ def pack_layer(latents: Tensor, layout: LayerLayout, keys: bool, scale: RowScale
     rows, first = [], 0
     for cls in layout.classes():
         row, stride = (cls.key, cls.key_stride) if keys else (cls.value, cls.value_stride)
-        own = slice(first, first + cls.count * row.rank)
-        of_class = RowScale(*(part[own].view(cls.count, -1) for part in scale)) if keys and scale else None
-        packed = row.pack(latents[..., own].unflatten(-1, (cls.count, row.rank)), of_class)
+        channels = slice(first, first + cls.count * row.rank)
+        of_class = RowScale(*(part[channels].view(cls.count, -1) for part in scale)) if keys and scale else None
+        packed = row.pack(latents[..., channels].unflatten(-1, (cls.count, row.rank)), of_class)
         rows.append(_strided(packed, stride))
-        first = own.stop
+        first = channels.stop
     return torch.cat(rows, dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's attention over the keys and values that `materialise` makes of rows, a class of groups at a time.
+"""PyTorch's attention over the keys and values that `expand` makes of rows, a class of groups at a time.
 
 Where rows are numbers after RoPE or without it, their latents are the keys, and attention's work shrinks with them: the
 query heads of a group meet the same ones, all groups of a class at once. Elsewhere KV heads of a group share their
@@ -20,12 +20,12 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .logits import ClassRows, absorbed_queries
-from .materialise import PagesOf, materialise
+from .exact_slots import ExactSlots
+from .expand import PagesOf, expand
 from .parameters import AttentionParameters, seq_len_of
-from .reference import dense_attention
+from .reference.attention import dense_attention
+from .reference.logits import ClassRows, absorbed_queries
 from .rotary import Rotation, of_sequences
-from .slots import ExactSlots
 
 MOST_BYTES = 1 << 30
 """Most bytes of keys and values at a time; beyond that, sequences of a batch are taken one after another."""
@@ -71,7 +71,7 @@ def prompt_attention(
             else:
                 rows = key[own, 0], value[own, 0]
                 of_own = of_sequences(rotation, own)
-                keys, values = materialise(*rows, parameters, cls, query.dtype, of_own, first=first, least=least)
+                keys, values = expand(*rows, parameters, cls, query.dtype, of_own, first=first, least=least)
             own_mask = mask if mask is None or mask.shape[0] == 1 else mask[own]
             parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
@@ -127,7 +127,7 @@ def _expanded(
     keys, values = [], []
     equation = "bnlw,ngdw->bngld" if pages is None else "lnw,ngdw->lngd"
     for cls, basis in zip(parameters.layout.classes(dtype.itemsize), parameters.output_bases(), strict=True):
-        of_keys, latents = materialise(key, value, parameters, cls, dtype, rotation, first=first, pages=pages)
+        of_keys, latents = expand(key, value, parameters, cls, dtype, rotation, first=first, pages=pages)
         keys.append(of_keys)
         values.append(torch.einsum(equation, latents, basis.to(dtype)).flatten(1, 2))
     found = values[0] if len(values) == 1 else torch.cat(values, dim=1)
@@ -209,7 +209,7 @@ def packed_attention(
         of_keys = cls.key.width if latents else parameters.shape.head_dim
         least = max(-(-of_keys // 8) * 8, value_columns(cls, of_keys))
         options_of_rows = {"pages": pages, "least": least, "latents": latents}
-        keys, values = materialise(key, value, parameters, cls, query.dtype, rotation, **options_of_rows)
+        keys, values = expand(key, value, parameters, cls, query.dtype, rotation, **options_of_rows)
         if latents:
             heads = query if query.dim() == 2 else query.transpose(0, 1)
             queries = absorbed_queries(heads.unsqueeze(0), parameters, cls)[0]

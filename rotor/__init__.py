@@ -11,6 +11,9 @@ do, with the same options as keyword arguments:
     rotor.study("MODEL", "STUDY")                     compare recipes
     rotor.use_cache_policy(model, "gear-2")           keep the cache of a loaded model by a policy
     rotor.fit_cache_policy(model, policy, sequences)  fit one that needs samples
+    rotor.save_cache(cache, "FILE", model)            write the cache of a loaded checkpoint to a file
+    rotor.load_cache("FILE", model)                   bring it back, or the first tokens of it
+    rotor.saved_inputs("FILE")                        the token ids and the mask that it was saved with
 
 `help(rotor.export)` describes one of them. Errors are `rotor.RotorError`, with a message and a hint.
 
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
     from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
     from .runtime.policies_hook import CachePolicies
+    from .runtime.saved_cache import load_cache as load_cache
+    from .runtime.saved_cache import save_cache as save_cache
+    from .runtime.saved_cache import saved_inputs as saved_inputs
     from .search.export.export import ExportResult as ExportResult
     from .search.export.export import export as export
     from .search.export.materialise import materialise as materialise
@@ -58,6 +64,7 @@ _MODULES = {
     "policies": "use_cache_policy",
     "policies.fitting": "fit_cache_policy",
     "progress": "Progress",
+    "runtime.saved_cache": "load_cache save_cache saved_inputs",
     "search.export.export": "ExportResult export",
     "search.export.materialise": "materialise",
     "tools.study.study": "Study study",

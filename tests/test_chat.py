@@ -142,3 +142,5 @@ def test_what_is_no_chat(tiny, typed, capsys) -> None:
     typed()
     expect_error(capsys, 2, "--json: not in a chat", "generate", tiny("llama"), "--json")
     expect_error(capsys, 2, "--parallel: not in a chat", "generate", tiny("llama"), "--parallel", "sequence")
+    for option, value in (("--save-cache", "a.rotor"), ("--cache-file", "a.rotor"), ("--cache-level", "fast")):
+        expect_error(capsys, 2, f"{option}: not in a chat", "generate", tiny("llama"), option, value)

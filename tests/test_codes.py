@@ -303,7 +303,7 @@ def test_fisher_information_is_that_of_the_whole_models_gradients(family: str, t
     """
     from transformers import AttentionInterface
 
-    from rotor.kernels.reference import dense_attention
+    from rotor.kernels.reference.attention import dense_attention
 
     model = load_model(tiny(family), torch.device("cpu"), torch.float32)
     network = LayerwiseModel.of(model, batch_tokens=32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from rotor.checkpoint.layout import ExactTokens
+from rotor.kernels.passes import TokenSpan
 from rotor.runtime.exact import FAR, _rows_seen, first_real
-from rotor.runtime.rope import TokenSpan
 
 EXACT = ExactTokens(first=2, newest=3)
 

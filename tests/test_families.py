@@ -26,7 +26,7 @@ from rotor.checkpoint.families import FAMILIES, MULTIMODAL, attention_shape, fin
 from rotor.checkpoint.layout import pre_rope
 from rotor.checkpoint.projections import kv_parameters, read_attention
 from rotor.errors import UnsupportedModelError
-from rotor.kernels.reference import dense_attention
+from rotor.kernels.reference.attention import dense_attention
 from rotor.kernels.rotary import rotate
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint

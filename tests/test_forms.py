@@ -18,7 +18,7 @@ from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
 from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.reference import attention, project_keys
+from rotor.kernels.reference.attention import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.kernels.rows import pack_layer
 

@@ -8,7 +8,7 @@ from support.random_layers import LAYERS, random_tensors, rotation_table, row_sc
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.reference import attention
+from rotor.kernels.reference.attention import attention
 from rotor.kernels.rotary import when_read
 from rotor.kernels.rows import pack_layer
 from rotor.vllm.pages import PagedLayer

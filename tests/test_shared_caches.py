@@ -25,7 +25,7 @@ from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
 from rotor.checkpoint.layout import ExactTokens
 from rotor.errors import UnsupportedModelError, UsageError
-from rotor.kernels.reference import dense_attention
+from rotor.kernels.reference.attention import dense_attention
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model, weights_of
 from rotor.models.source import Checkpoint
@@ -77,10 +77,10 @@ def test_nothing_removed_loses_nothing_however_tokens_come(
 ) -> None:
     """Alone and together, through windows; what nobody asks for is left out of the layers without a cache.
 
-    On a GPU rotations are not compared, so that queries of rows have one of their own.
+    On a GPU rotations are not compared, so that queries of layers that share a cache are always rotated anew.
     """
     if not compares:
-        monkeypatch.setattr("rotor.runtime.rope.is_same", lambda own, given: False)
+        monkeypatch.setattr("rotor.runtime.steps.is_same", lambda own, given: False)
     network = in_memory(run)
     edges = [0, 10, *range(11, 26), 31, 44]
     padded = torch.ones_like(PROMPT)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.random_layers import WIDE_BOTH, groups_of, write_random
 from support.vllm_engine import expected_tokens, make_prompts, refused, served_elsewhere
 
-from rotor.checkpoint.layout import KeyForm
+from rotor.checkpoint.layout import ExactTokens, KeyForm
 from rotor.checkpoint.manifest import write_manifest
 
 pytestmark = pytest.mark.vllm
@@ -79,6 +80,35 @@ def test_a_stored_prefix_is_found_after_a_restart_and_by_its_own_checkpoint_alon
     tokens, found, its_seed = served(second, options)
     assert (tokens, found) == (other, [0, 0, 0])
     assert its_seed != seed
+
+
+TWICE = """
+import json, sys
+from support import vllm_engine as v
+
+if __name__ == "__main__":
+    with v.engine(sys.argv[1], disable_hybrid_kv_cache_manager=True) as llm:
+        for _ in range(2):
+            outputs = v.generated(llm, json.loads(sys.argv[2]))
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        print("TOKENS" + json.dumps([tokens, [output.num_cached_tokens for output in outputs]]))
+"""
+
+
+def test_pages_of_a_checkpoint_with_exact_tokens_come_back_as_they_were(tiny, tmp_path: Path) -> None:
+    """For this connector vLLM keeps one group of pages, rows alone: what it finds after a restart is what the engine's
+    own prefix cache would have found."""
+    layout = groups_of(2, KeyForm(64), (WIDE_BOTH, None))
+    folder = write_random(
+        tiny("llama"), tmp_path / "out", lambda shape: replace(layout(shape), exact=ExactTokens(4, 24)), ""
+    )
+    write_manifest(folder, "checkpoint")
+    options = with_store(tmp_path / "store")
+    assert served(folder, options)[1] == [0, 0, 0]
+    tokens, found, _ = served(folder, options)
+    assert found == FOUND
+    others = PROMPTS[:-1]  # the last prompt begins as another does, behind which it may have passed the first time
+    assert [tokens[:-1], found[:-1]] == served_elsewhere(folder, TWICE, json.dumps(others))[0]
 
 
 def test_stores_that_cannot_be_kept_apart_are_refused(checkpoints: list[Path], tmp_path: Path) -> None:

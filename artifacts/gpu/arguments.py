@@ -17,7 +17,8 @@ from rotor.tools.bench.precompile import parse_archs
 from rotor.tools.bench.records import provenance
 from rotor.tools.bench.subjects import subjects_of
 
-from .plan import jobs
+from . import bundle
+from .plan import CARRIED, jobs
 from .session import MINUTES, run
 from .subjects import STEP, named_subjects
 from .summary import table
@@ -25,7 +26,7 @@ from .summary import table
 if TYPE_CHECKING:
     from .count import CountedLayer
 
-COUNT = "count"
+COUNT, CUT, JOIN = "count", "cut", "join"
 
 TITLES = (
     "layer", "arch", "limit", "layers", "bytes a key and head", "moved in SMs", "spilled B", "instructions",
@@ -42,6 +43,10 @@ def run_command(given: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if given[:1] == [COUNT]:
         return count(_count_parser().parse_args(given[1:]), given)
+    if given[:1] == [CUT]:
+        return cut_file(given[1:])
+    if given[:1] == [JOIN]:
+        return join_parts(given[1:])
     return measure(_parser().parse_args(given), given)
 
 
@@ -53,7 +58,8 @@ def _parser() -> argparse.ArgumentParser:
         "each job in processes of its own; each result is appended to the file as it comes, and a summary is "
         "written beside it. Jobs whose programs (ncu, compute-sanitizer) are not installed are skipped. Without a GPU "
         "it prints what would run. Exit code 1 if a part failed, 2 without a GPU.",
-        epilog=f"`python artifacts/gpu {COUNT} --help`: instructions of the kernels, counted without a GPU.",
+        epilog=f"`python artifacts/gpu {COUNT} --help`: instructions of the kernels, counted without a GPU. {CUT} and "
+        f"{JOIN}: a real model for a machine without network, see `make gpu-bundle MODEL=FILE`.",
     )
     parser.add_argument("-o", "--out", type=Path, default=Path("gpu.jsonl"), help="JSON lines, one for each result")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it (default %(default)g)")
@@ -72,6 +78,29 @@ def measure(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if not session.cuda:
         raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")
     return int(session.failed)
+
+
+def cut_file(given: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python artifacts/gpu {CUT}",
+        description=f"Cut a file of packed weights ({', '.join(bundle.KINDS)}) into parts of at most "
+        f"{bundle.PART_BYTES >> 20} MiB, to be carried one by one.",
+    )
+    parser.add_argument("file", type=Path, metavar="FILE")
+    parser.add_argument("-o", "--out", type=Path, default=CARRIED, help="a new folder (default %(default)s)")
+    asked = parser.parse_args(given)
+    for path in bundle.cut(asked.file, asked.out):
+        print(f"{path.stat().st_size:12,} {path}")
+    return 0
+
+
+def join_parts(given: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"python artifacts/gpu {JOIN}", description="Join and check the parts of a file that were carried here."
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=CARRIED, help="(default %(default)s)")
+    print(bundle.join(parser.parse_args(given).folder))
+    return 0
 
 
 def _count_parser() -> argparse.ArgumentParser:

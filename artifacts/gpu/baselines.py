@@ -153,7 +153,7 @@ class FlashProblem:
         held = (self.key, self.value, self.key_scale, self.value_scale)
         return sum(part.nbytes for part in held if part is not None)
 
-    def exact(self) -> Tensor:
+    def unrounded(self) -> Tensor:
         """[sequences, heads, head_dim], in float64."""
         key, value = read(self.key, self.key_scale), read(self.value, self.value_scale)
         per_head, start, found = self.query.shape[1] // len(key), 0, []

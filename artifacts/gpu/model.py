@@ -231,7 +231,7 @@ def compiled(
         about = {"load": load, **_about(name, run), "layers": layers}
         yield {**about, "row": "CUDA graph", **_rates(run, run.seconds(run.captured()))}
         start = time.perf_counter()
-        run.forward = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+        run.forward = torch.compile(model.forward, mode="reduce-overhead")
         for _ in range(3):
             run.rewind()
             run.step()

@@ -23,6 +23,9 @@ Record = JsonObject
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: tests/ lies there."""
 
+CARRIED = ROOT / ".gpu-model"
+"""Parts of a model that was carried here; git ignores it."""
+
 CORES = max(1, min(16, len(os.sched_getaffinity(0))))
 """Processes that compile or test at once."""
 
@@ -81,6 +84,8 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
         Job("model", "an 8B with random weights, decoding, as a CUDA graph", 50, _model, flexible=True),
         Job("counters", "instructions, pipes and stalls of kernels", 35, lambda: _counters(out),
             missing=lambda: needs_program("ncu")),
+        Job("carried", "a real model: calibrated, exported, generating", 150, lambda: _carried(out), flexible=True,
+            missing=needs_carried),
         Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
         Job("sanitizer", "small launches of every kernel by compute-sanitizer", 60, _sanitizer,
             missing=lambda: needs_program("compute-sanitizer")),
@@ -90,6 +95,10 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
 
 def needs_program(name: str) -> str:
     return "" if shutil.which(name) else f"{name} is not installed"
+
+
+def needs_carried() -> str:
+    return "" if (CARRIED / "parts.json").is_file() else "no model was carried: make gpu-bundle MODEL=FILE"
 
 
 def needs_module(name: str) -> str:
@@ -184,6 +193,10 @@ MODELLED = (UNCOMPRESSED, "llama3-8b-64x2", "llama3-8b-128x2")
 def _model() -> list[Task]:
     loads = ["1 x 32K", "8 x 32K", "32 x 8K"]
     return [Task(name, "model:decoding", {"name": name, "loads": loads}, 60) for name in MODELLED]
+
+
+def _carried(out: Path) -> list[Task]:
+    return [Task("rotor", "carried:run", {"parts": str(CARRIED), "work": str(out.with_suffix(".model"))}, 600)]
 
 
 def _compiled() -> list[Task]:

@@ -82,6 +82,7 @@ class Runner:
     def _until(self, job: Job, after: list[Job]) -> float:
         """When a job must end: so that those after it have what they are planned to take, flexible ones less where the
         budget is less."""
+        after = [each for each in after if not each.missing()]
         left, both = self.end - time.monotonic(), [job, *after]
         fixed = sum(each.seconds for each in both if not each.flexible)
         flexible = sum(each.seconds for each in both if each.flexible)

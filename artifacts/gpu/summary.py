@@ -12,7 +12,7 @@ from .subjects import model_of
 
 def markdown(records: list[Record]) -> str:
     """All tables, of what there is."""
-    tables = (_about, _times, _parts, _tuned, _model, _counters, _sanitizer, _tests, _troubles, _seconds)
+    tables = (_about, _times, _parts, _tuned, _model, _carried, _counters, _sanitizer, _tests, _troubles, _seconds)
     parts = [table(records) for table in tables]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -135,6 +135,20 @@ def _model(records: list[Record]) -> str:
     ]  # fmt: skip
     titles = "load", "layers are", "row", "layers", "ms a step", "tokens/s", "cache GB"
     return "An 8B with random weights:\n\n" + table(titles, rows) if rows else ""
+
+
+def _carried(records: list[Record]) -> str:
+    """The real model; what it wrote stands below the table."""
+    found = [record for record in records if record["job"] == "carried" and "took_s" in record]
+    rows = [
+        (record["row"], f"{record['took_s']:.1f}",
+         f"{record['generated_per_s']:.0f}" if "generated_per_s" in record else "",
+         "; ".join(f"{split} {said}" for split, said in record.get("measured", {}).items()))
+        for record in found
+    ]  # fmt: skip
+    written = [f"{record['row']}:\n\n    {record['text'][:400]!r}" for record in found if "text" in record]
+    titles = "a model that was carried here", "s", "tokens/s", "accuracy"
+    return "\n\n".join([table(titles, rows), *written]) if rows else ""
 
 
 SHOWN = {

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.kernels.attention import ranges_of, starts_of_blocks
-from rotor.kernels.decoding import DecodeLayer, decode_attention
+from rotor.kernels.decode_launch import DecodeLayer, decode_attention
 from rotor.kernels.launch import capability_of, sm_count
 from rotor.tools.bench.attention import TOLERANCE, Call, Problem, kernel, relative_error
 from rotor.tools.bench.tuning import launches, search

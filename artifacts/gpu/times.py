@@ -125,7 +125,7 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
 
 OWN_KERNELS = (
     "append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
-    "materialise_kernel",
+    "expand_kernel",
 )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
         error = {}
         if load in CHECKED:
             with torch.inference_mode():
-                error = {"error": relative_error(calls[0](), problems[0].exact())}
+                error = {"error": relative_error(calls[0](), problems[0].unrounded())}
             error["right"] = error["error"] <= TOLERANCE[subject.dtype]
         seconds = cold_seconds(calls, where)
         yield {**about, "row": "rotor", "cache": "contiguous", "seconds": seconds, **error}
@@ -311,7 +311,7 @@ def flash(name: str, load: str, bits: int, device: str = "cuda", lengths: list[i
     error = {}
     if load in CHECKED:
         with torch.inference_mode():
-            error = {"error": relative_error(calls[0](), first.exact())}
+            error = {"error": relative_error(calls[0](), first.unrounded())}
         error["right"] = error["error"] <= TOLERANCE[DTYPE]
     yield {**about, "seconds": cold_seconds(calls, where), **error}
 
@@ -323,7 +323,7 @@ def prompt(name: str, device: str = "cuda", tokens: int = PROMPT_TOKENS) -> Iter
     problem = random_problem(subject.layout, subject.shape, 1, tokens, tokens, subject.dtype, generator)
     call = kernel(problem, subject.kernels)
     with torch.inference_mode():
-        error = relative_error(call(), problem.exact())
+        error = relative_error(call(), problem.unrounded())
     seconds, parts = cold_seconds([call, call], where), part_seconds([call, call], where)
     about = {"layout": name, "load": PROMPT, "row": "rotor", "cache": "contiguous", "error": error}
     yield {**about, "right": error <= TOLERANCE[subject.dtype], "seconds": seconds, "parts": parts}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.kernels.decode import MOVES
-from rotor.kernels.decoding import DecodeLayer, absorbing_programs, finish_constants
+from rotor.kernels.decode_launch import DecodeLayer, absorbing_programs, finish_constants
 from rotor.tools.bench.variants import Variant
 
 from .sass import Loop
@@ -70,7 +70,7 @@ def _work_of_finishing(layer: DecodeLayer, kernels: LayerKernels, arch: int, sli
     constants = finish_constants(layer, 1, kernels.tile(arch), share, False)
     joined = -(-(length / slice_keys + 1) // constants["SLICES"])
     columns = -(-layer.operands * layer.value_columns // constants["COLUMNS"])
-    once = columns == 1 and layer.value_exact  # known when it is compiled: no loop
+    once = columns == 1 and layer.value_full  # known when it is compiled: no loop
     of_columns = Loop(joined) if once else Loop(columns, (Loop(joined),))
     loops = Loop(-(-exact.slots // constants["KEYS"])), *(Loop(1),) * 2, Loop(joined), of_columns
     return Work(loops, length * share / layer.group_rows, len(layer.layout.groups))

@@ -19,7 +19,7 @@ from torch import Tensor
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import NumberRow
 from rotor.kernels.parameters import AttentionParameters
-from rotor.kernels.reference import partial_attention
+from rotor.kernels.reference.attention import partial_attention
 from rotor.kernels.rotary import Rotation
 from rotor.policies import Tiers
 from rotor.policies.layer import right_aligned

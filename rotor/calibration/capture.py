@@ -16,7 +16,7 @@ from transformers.masking_utils import sdpa_mask
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from ..checkpoint.projections import keys_before_rope, split_activations
-from ..kernels.reference import dense_attention
+from ..kernels.reference.attention import dense_attention
 from ..kernels.rotary import Rotation, rotate, within_blocks
 from ..models.layerwise import LayerwiseModel
 from ..progress import Advance

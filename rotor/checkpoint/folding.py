@@ -367,10 +367,10 @@ def _shifted(bias: Tensor | None, bases: list[FoldedBasis], dtype: torch.dtype) 
     The bases that read the codes correct for that.
     """
     shifts = [basis.shift for basis in bases if basis.shift is not None]
-    exact = torch.cat(shifts)
-    exact = exact if bias is None else exact + bias
-    rounded = exact.to(dtype).to(exact.dtype)
-    moved = (rounded - exact).split([len(shift) for shift in shifts])
+    unrounded = torch.cat(shifts)
+    unrounded = unrounded if bias is None else unrounded + bias
+    rounded = unrounded.to(dtype).to(unrounded.dtype)
+    moved = (rounded - unrounded).split([len(shift) for shift in shifts])
     return rounded, [basis.shifted(part) for basis, part in zip(bases, moved, strict=True)]
 
 

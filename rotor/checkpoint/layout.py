@@ -581,10 +581,7 @@ class LayerLayout:
         return tuple(head for group in self.groups for head in group.kv_heads)
 
     def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
-        """Runs of groups with equal latents, with the sizes of all groups before them.
-
-        A plain loop, since torch.compile traces no groupby.
-        """
+        """Runs of groups with equal latents, with the sizes of all groups before them."""
         start = key_rank = value_rank = key_column = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:

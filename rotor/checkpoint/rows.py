@@ -18,7 +18,7 @@ an empty slot between both holds the nibble 8. With W = slots / 4 little-endian 
 4 j + 3) of word w is slot j W + w: one shift and one mask take a plane's nibbles out of the words, side by side, and
 nothing is interleaved. The lower crumbs of the last W slots are read as columns 4 W to 5 W - 1, those of the W slots
 before them as the next W, as far as slots are cut (`split`). `unpack` below, `kernels.decode.operands` and
-`kernels.materialise` read rows in this order, `pack` and `kernels.coding.packed` write them.
+`kernels.expand` read rows in this order, `pack` and `kernels.quantise.packed` write them.
 
 The row of a joint group, whose latent is that of keys and values together, has a scale: its first slot holds a nibble
 n that means s = 2^((n - 8) / 2), and a channel is read as s (mean + scale (u + 1/2 - 2^(bits - 1))). What is read in
@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import PlainValidator, WithJsonSchema
 
@@ -78,6 +78,10 @@ SCALE_LARGEST = 15
 
 SCALE_STEPS = 2
 """Steps of a scale by which it doubles."""
+
+
+Level = Literal["none", "fast", "small"]
+"""How tightly a file packs rows, see `row_codec`."""
 
 
 class Digit(NamedTuple):

@@ -77,7 +77,14 @@ def _chat(folder: str, options: GenerationOptions, output: OutputOptions) -> Non
             "got neither of PROMPT and --prompt-file, and stdin is no terminal to chat in.",
             'Example: rotor generate OUT "Once upon a time"; for text of a pipe: --prompt-file -',
         )
-    for option, given in (("--json", output.as_json), ("--parallel", options.parallel is not None)):
+    of_one_answer = {
+        "--json": output.as_json,
+        "--parallel": options.parallel is not None,
+        "--cache-file": options.cache_file is not None,
+        "--save-cache": options.save_cache is not None,
+        "--cache-level": options.cache_level != "none",
+    }
+    for option, given in of_one_answer.items():
         if given:
             raise UsageError(f"{option}: not in a chat.", "Give a PROMPT or --prompt-file, too.")
     from ..models.hub import check_name

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.parameters import seq_len_of
-from ..kernels.reference import attention, join, partial_attention
+from ..kernels.reference.attention import attention, join, partial_attention
 from ..kernels.rotary import Rotation
 from ..runtime.rope import rows_of
 from ..runtime.steps import AttentionCall

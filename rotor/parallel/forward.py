@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from ..errors import UsageError
-from ..runtime.positions import PositionCheck
+from ..runtime.positions import check_positions
 from .attention import visible
 from .cache import ShardedLayer
 from .plan import own_indices
@@ -80,7 +80,7 @@ def begin_pass(
     if before_rope:
         every = torch.arange(first + tokens, device=inputs.device)
         whole = None if attended is None else visible(every[first:], every, attended, None)
-        PositionCheck()(positions, whole, cache, 0, len(inputs), first, 0)
+        check_positions(positions, whole, cache, len(inputs), first, 0)
     sharded = first == 0 and tokens >= 2 * wire.count
     if sharded:
         stored = own_indices(tokens, wire.count, inputs.device)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.layout import AttentionShape, LayerLayout
-from ..kernels.logits import ClassRows, absorbed_queries
-from ..kernels.reference import dense_attention
+from ..kernels.reference.attention import dense_attention
+from ..kernels.reference.logits import ClassRows, absorbed_queries
 from ..runtime.steps import AttentionCall
 from .wire import Wire
 

@@ -14,10 +14,11 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from ..checkpoint.families import FAMILIES
 from ..errors import UsageError
-from ..kernels.exact import read_values
+from ..kernels.passes import TokenSpan
+from ..kernels.reference.exact import read_values
 from ..logs import log
 from ..runtime.attention import RotorAttention
-from ..runtime.rope import BlocksAsGiven, TokenSpan
+from ..runtime.rope import BlocksAsGiven
 from ..runtime.steps import AttentionCall, CacheRows, RowStore
 from .attention import attend_by_rows, attend_to_sharded_rows, visible
 from .cache import Rows, ShardedLayer

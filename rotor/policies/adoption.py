@@ -110,10 +110,11 @@ class _Attachment:
         tables: list[RotaryTable | None] = [None] * count
         if policy.moves_keys:
             tables = rotary_tables(network, family, model.config)
+        store = CacheRows(policy, self._config)
         for index, (module, table) in enumerate(zip(modules, tables, strict=True)):
             hooks = _Hooks(policy, index, module in self._compressed, table)
             if hooks.compressed:
-                module.store = CacheRows(policy, self._config)
+                module.store = store
             else:
                 self._handles.append(module.register_forward_pre_hook(hooks.before, with_kwargs=True))
             if policy.needs_states:
@@ -127,8 +128,9 @@ class _Attachment:
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+        store = CacheRows()
         for module in self._compressed:
-            module.store = CacheRows()
+            module.store = store
         self._config._attn_implementation = self._implementation
 
 

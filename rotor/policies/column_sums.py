@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.logits import products
 from ..kernels.parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of
+from ..kernels.reference.logits import products
 from ..kernels.rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 20

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from ..checkpoint.file_names import RECIPE
+from ..checkpoint.rows import Level
 from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options
 
@@ -273,11 +274,12 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match. methods, every cache policy and recipes at equal bytes, takes longest;
-            match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC. FILE.py:CLASS is a part of
-            your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
-        sizes: Bytes of cache per token at which the parts methods and match measure recipes; by default sizes from
-            3.75 % to 50 % of the uncompressed cache.
+        parts: Some of curves, methods, match, long. methods, every cache policy and recipes at equal bytes, takes
+            longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; long asks
+            questions behind prompts of 4K, 8K and 16K tokens, as far as the model has positions. FILE.py:CLASS is a
+            part of your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
+        sizes: Bytes of cache per token at which the parts methods, match and long measure recipes; by default sizes
+            from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
         distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
             for that (1500: rows of 2048); default: evaluation.filler_tokens.
@@ -366,6 +368,9 @@ class GenerationOptions(DeviceOptions):
         seed: Seed for sampling.
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own. One that is fitted to text is fitted to what the model writes.
+        cache_file: A saved cache: as many of its tokens as begin the prompt are not read anew.
+        save_cache: Save the cache to this file at the end, of the prompt and what was generated.
+        cache_level: How tightly --save-cache packs: none, fast or small; the last two need the extra `store`.
         source: Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.
         parallel: sequence: split the prompt and its cache over the processes that torchrun started.
     """
@@ -375,6 +380,9 @@ class GenerationOptions(DeviceOptions):
     temperature: Temperature = 0.0
     seed: Seed = 0
     cache: str | None = None
+    cache_file: Path | None = None
+    save_cache: Path | None = None
+    cache_level: Level = "none"
     source: str | None = None
     parallel: Literal["sequence"] | None = None
 

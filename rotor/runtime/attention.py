@@ -22,22 +22,23 @@ from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
 from ..kernels.defaults import default_layer
 from ..kernels.dispatch import call_served, layer_served
-from ..kernels.exact import project_rows
 from ..kernels.parameters import AttentionParameters
-from ..kernels.reference import project_keys
+from ..kernels.passes import TokenSpan
+from ..kernels.reference.attention import project_keys
+from ..kernels.reference.exact import project_rows
 from ..kernels.rotary import Rotation, rotate
 from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens, host_span
-from .rope import RotaryTable, Rotations, TokenSpan, rope_of
-from .steps import AttentionCall, CacheRows, SharedRows, without_gradients
+from .exact import NewTokens
+from .rope import RotaryTable, Rotations, rope_of
+from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from ..kernels.append import Appended
-    from ..kernels.slots import SlotsToFill
+    from ..kernels.exact_slots import SlotsToFill
     from .steps import Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
@@ -56,9 +57,9 @@ class RotorAttention(CompressedProjections):
         family, shape, layout: the model's family, its sizes, and what this layer stores.
         biases: which of q, k, v, o have a bias in the source.
         rotary: table shared by the layers; None in a model without RoPE.
+        store: keeps the rows of the layers, see `RowStore`; by default of this one alone.
 
     kernels: how the Triton kernels run the layer: by rule, or as kernel_config.json of a loaded checkpoint says.
-    store: keeps the rows of the layer, see `RowStore`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RotorAttention(CompressedProjections):
         layout: LayerLayout,
         biases: frozenset[str],
         rotary: RotaryTable | None,
+        store: RowStore | None = None,
     ) -> None:
         shapes = {name: spec.shape for name, spec in layer_tensors(layout, shape, biases).items()}
         config: Any = base.config
@@ -87,10 +89,11 @@ class RotorAttention(CompressedProjections):
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
-        self.store: Any = CacheRows()
+        self.store: Any = store or CacheRows()
         self.rotary = rotary
         self.rope = rope_of(layout, shape, rotary)
 
+    @torch.compiler.disable(reason="attention of a compressed layer is left out of the graph")
     def forward(
         self,
         hidden_states: Tensor,
@@ -102,57 +105,62 @@ class RotorAttention(CompressedProjections):
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
-        if torch.compiler.is_compiling() and hidden_states.requires_grad:
-            refuse_compiled_gradients()
         given = None if position_embeddings is None else self.family.rotation(position_embeddings)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
-        span = self.store.token_span(cache, self.layer_idx, seq_len)
+        now = self.store.passes.find(
+            cache,
+            mask=attention_mask,
+            rotation=position_embeddings[0] if isinstance(position_embeddings, tuple) else position_embeddings,
+            span=self.store.token_span(cache, self.layer_idx, seq_len),
+            layer=self.layer_idx,
+            device=hidden_states.device,
+        )
         # What is given no cache stores no rows, and in a layer with exact tokens reads none.
         reads_rows = self.layout.exact is None or store.reads_rows(cache)
         served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
         served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
-        text = self._described() if served and torch.compiler.is_compiling() else ""
         if reads_rows:
-            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, self.layer_idx, batch_size, span)
-        rotations = self.rope(span, given, hidden_states, served, cache, self.layer_idx)
+            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, batch_size, now)
+        rotations = self.rope(now, given, hidden_states, served, cache)
         rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
-            query = self._scaled(query, kwargs.get("position_ids"), span)
+            query = self._scaled(query, kwargs.get("position_ids"), now.span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters, exact, fill = self._parameters_of_attention(), None, None
-            span = span if self.layout.exact is None else host_span(span)
             if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
                 if reads_rows:
-                    rows = exact_rows(parameters, exact, projected[0], projected[1], rotations)
+                    rows = exact_rows(parameters, exact, projected[1], rotations)
             elif kernels is None:
                 rows = plain_rows(parameters, *projected, rotations)
             else:
                 if rotations.query is None:
-                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, span)
-                made = appended(parameters, text, *projected, rotations, fill)
+                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, now)
+                made = appended(parameters, *projected, rotations, fill)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
+            query, new_key, new_value = rows
             call = AttentionCall(
-                parameters,
-                self.layer_idx,
-                *rows,
-                cache,
-                attention_mask,
-                rotations,
-                kernels,
-                text,
-                exact,
-                span,
-                fill is not None,
+                parameters=parameters,
+                layer_idx=self.layer_idx,
+                query=query,
+                key=new_key,
+                value=new_value,
+                cache=cache,
+                mask=attention_mask,
+                rotations=rotations,
+                now=now,
+                kernels=kernels,
+                exact=exact,
+                filled=fill is not None,
             )
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
@@ -176,37 +184,28 @@ class RotorAttention(CompressedProjections):
             return query
         return query * scale.to(query.dtype).unflatten(-1, (-1, *[1] * (query.dim() - 2)))
 
-    # A compiler takes what these two return as constants. They are methods as it cannot hand layouts to functions.
-    @torch.compiler.assume_constant_result
     def _served(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Tell whether the kernels serve the layer at all."""
         by_keys = self.shape.weighted_behind_rope and self.layout.rope_block is None  # keys have weights
         fits = self.sinks is None and not by_keys and not self.is_read_by_others
         return fits and layer_served(self.layout, self.shape, dtype, device)
 
-    @torch.compiler.assume_constant_result
-    def _described(self) -> str:
-        """The layer as operators take it."""
-        from ..kernels.operators import describe  # imports Triton
-
-        return describe(self.layout, self.shape, self.kernels)
-
     def _parameters_of_attention(self) -> AttentionParameters:
         return AttentionParameters(
-            self.layout,
-            self.shape,
-            self.scaling,
-            self.query_basis,
-            self.key_constant,
-            self.softcap,
-            self.key_basis,
-            self.key_shift,
-            self.value_basis,
-            self.value_shift,
-            self.output_basis,
-            self.value_constant,
-            row_scale(self),
-            self.sinks,
+            layout=self.layout,
+            shape=self.shape,
+            scaling=self.scaling,
+            softcap=self.softcap,
+            sinks=self.sinks,
+            query_basis=self.query_basis,
+            key_constant=self.key_constant,
+            key_basis=self.key_basis,
+            key_shift=self.key_shift,
+            value_basis=self.value_basis,
+            value_shift=self.value_shift,
+            output_basis=self.output_basis,
+            value_constant=self.value_constant,
+            scale=row_scale(self),
         )
 
     def train(self, mode: bool = True) -> RotorAttention:
@@ -277,15 +276,6 @@ def attention_dropout(config: PreTrainedConfig) -> float:
     return float(getattr(config, "attention_dropout", None) or getattr(config, "attn_pdrop", None) or 0.0)
 
 
-@torch.compiler.assume_constant_result
-def refuse_compiled_gradients() -> None:
-    """Raise UsageError: compiled attention has no gradients, and a compiler traces them wherever they are enabled."""
-    raise UsageError(
-        "torch.compile of a compressed model where gradients are enabled: its compiled attention has none.",
-        "Call it within torch.no_grad() or torch.inference_mode(); to train, leave out torch.compile.",
-    )
-
-
 def plain_rows(
     parameters: AttentionParameters, query: Tensor, key: Tensor, value: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,7 +296,6 @@ def plain_rows(
 
 def appended(
     parameters: AttentionParameters,
-    text: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -316,22 +305,35 @@ def appended(
     """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
 
     Args:
-        text: the layer as operators take it, while a compiler traces. query, key, value: as projections and norms put
-            them out. fill: where kernels rotate, see `append.append`.
+        query, key, value: as projections and norms put them out. fill: where kernels rotate, see `append.append`.
     """
-    from ..kernels import operators  # imports Triton
+    from ..kernels.append import append  # imports Triton
 
+    p = parameters
+    layer = {
+        "layout": p.layout,
+        "shape": p.shape,
+        "key_basis": p.key_basis,
+        "key_shift": p.key_shift,
+        "value_basis": p.value_basis,
+        "value_shift": p.value_shift,
+        "scale": p.scale,
+    }
     if rotations.query is None:
-        return operators.append(parameters, text, query, key, value, rotations.table, rotations.places, fill)
+        asked = None if p.query_basis is None or rotations.table is None else query
+        made = append(key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, **layer)
+        if made.query is not None:
+            return made
+        return made._replace(query=query.transpose(1, 2) if query.dim() == 4 else query)
     of_queries, of_keys = rotations.weights
     queries = rotated(query.transpose(1, 2), rotations.query, of_queries)
     stored = key
     if parameters.key_basis is not None:
         stored = rotated(key.transpose(1, 2), rotations.stored, of_keys).transpose(1, 2)
-    made = operators.append(parameters, text, query, stored, value, None, None)._replace(query=queries)
+    made = append(stored, value, **layer)._replace(query=queries)
     if parameters.layout.exact is None:
         return made
-    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.exact, of_keys))
+    return made._replace(exact_key=rotated(key.transpose(1, 2), rotations.query, of_keys))
 
 
 def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) -> NewTokens:
@@ -341,25 +343,23 @@ def new_tokens(query: Tensor, key: Tensor, value: Tensor, rotations: Rotations) 
         query, key, value: heads as projections and norms put them out, [batch_size, seq_len, heads, head_dim].
     """
     sides = zip((query, key), rotations.weights, strict=True)
-    query, key = (rotated(side.transpose(1, 2), rotations.exact, weight) for side, weight in sides)
+    query, key = (rotated(side.transpose(1, 2), rotations.query, weight) for side, weight in sides)
     return NewTokens(query, key, value.transpose(1, 2))
 
 
 def exact_rows(
-    parameters: AttentionParameters, exact: NewTokens, query: Tensor, key: Tensor, rotations: Rotations
+    parameters: AttentionParameters, exact: NewTokens, key: Tensor, rotations: Rotations
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Make queries and rows of a layer with exact tokens, as `plain_rows` does of others.
 
     Args:
-        query, key: heads as projections and norms put them out.
+        key: heads as projections and norms put them out.
     """
-    layout, same = parameters.layout, rotations.query is rotations.exact
-    weights = rotations.weights
-    queries = exact.query if same else rotated(query.transpose(1, 2), rotations.query, weights[0])
-    stored_so = rotations.stored is rotations.exact
-    keys = exact.key if stored_so else rotated(key.transpose(1, 2), rotations.stored, weights[1])
+    layout, keys = parameters.layout, exact.key
+    if rotations.stored is not rotations.query:
+        keys = rotated(key.transpose(1, 2), rotations.stored, rotations.weights[1])
     latents, values = project_rows(keys, exact.value, parameters)
-    return queries, pack_layer(latents, layout, True, parameters.scale), pack_layer(values, layout, keys=False)
+    return exact.query, pack_layer(latents, layout, True, parameters.scale), pack_layer(values, layout, keys=False)
 
 
 def rotated(x: Tensor, rotation: Rotation | None, weight: Tensor | None) -> Tensor:

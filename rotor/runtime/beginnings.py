@@ -14,7 +14,7 @@ from ..kernels.rotary import Rotation
 if TYPE_CHECKING:
     from transformers import Cache
 
-    from .rope import TokenSpan
+    from ..kernels.passes import TokenSpan
 
 BEGINNINGS = "rotor_beginnings"
 """Attribute of a cache: by the type of layers that RoPE tells apart and the size of blocks, cos and sin of each block's
@@ -47,25 +47,23 @@ def rotations_of_blocks(
     kept: Kept = getattr(cache, BEGINNINGS, {})
     held, fixed = kept.get((layer_type, block)), isinstance(offset, Tensor)
     start = None  # tokens in the cache, as far as the host knows
-    if not fixed or (offset.device.type == "cpu" and not torch.compiler.is_compiling()):
+    if not fixed or offset.device.type == "cpu":
         start = int(offset)
     if held is None or start == 0:
         if start:
             raise _unknown(f"the cache holds {start} tokens whose rotations are unknown")
-        if fixed and not torch.compiler.is_compiling():
-            torch._dynamo.mark_static_address(begun)  # type: ignore[no-untyped-call]
         setattr(cache, BEGINNINGS, kept | {(layer_type, block): begun})
         return begun
     if start is not None and start > held.shape[1] * block:
         raise _unknown(f"the cache holds {start} tokens, and the rotations of {held.shape[1]} blocks of {block}")
     if len(held) != len(begun) and 1 not in (len(held), len(begun)):
         raise _unknown(f"{len(begun)} sequences, and the cache holds the rotations of {len(held)}")
-    found = _merged(held.to(begun.device), begun, place >= 0)
+    merged = _merged(held.to(begun.device), begun, place >= 0)
     writable = torch.is_inference_mode_enabled() or not held.is_inference()
-    if fixed and found.shape == held.shape and (writable or torch.compiler.is_compiling()):
-        return held.copy_(found)  # compiled code writes to the same memory each time
-    kept[layer_type, block] = found
-    return found
+    if fixed and merged.shape == held.shape and writable:
+        return held.copy_(merged)  # a CUDA graph reads this memory
+    kept[layer_type, block] = merged
+    return merged
 
 
 def _merged(held: Tensor, begun: Tensor, begins_now: Tensor) -> Tensor:

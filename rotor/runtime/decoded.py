@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from ..kernels.decoded import decoded_attention
 from ..kernels.parameters import shown_by
+from ..kernels.passes import TokenSpan
+from ..kernels.reference.whole_rows import decoded_attention
 from .attention import RotorAttention
-from .rope import TokenSpan
 from .steps import Attend, AttentionCall, CacheRows, RowStore
 
 if TYPE_CHECKING:
@@ -45,8 +45,17 @@ class DecodedRows(RowStore):
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         assert call.exact is not None
         begin = None if call.mask is None else first_seen(call.mask)
-        rows = call.query, call.key, call.value, call.exact, call.parameters, call.rotations.read, call.mask
-        return decoded_attention(*rows, prompt=self.prompt, begin=begin)
+        return decoded_attention(
+            call.query,
+            call.key,
+            call.value,
+            exact=(call.exact.key, call.exact.value),
+            parameters=call.parameters,
+            key_rotation=call.rotations.read,
+            attention_mask=call.mask,
+            prompt=self.prompt,
+            begin=begin,
+        )
 
 
 def first_seen(mask: Tensor) -> Tensor:
@@ -70,8 +79,9 @@ def decoding(modules: Iterable[nn.Module], prompt: int | None = 1) -> Iterator[N
     stores = [module.store for module in chosen]
     try:
         if prompt is not None:
+            decoded = DecodedRows(prompt)
             for module in chosen:
-                module.store = DecodedRows(prompt)
+                module.store = decoded
         yield
     finally:
         for module, store in zip(chosen, stores, strict=True):

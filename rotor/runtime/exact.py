@@ -21,11 +21,9 @@ from transformers.cache_utils import (
 
 from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
-from ..kernels.exact import ExactKeys
+from ..kernels.exact_slots import ExactSlots, SlotBounds, SlotsToFill
 from ..kernels.parameters import shown_by
-from ..kernels.slots import SlotsToFill
-from .passes import OfPass
-from .rope import TokenSpan
+from ..kernels.passes import Pass, TokenSpan
 
 if TYPE_CHECKING:
     from transformers import Cache
@@ -44,7 +42,8 @@ class NewTokens(NamedTuple):
     """The new tokens of a pass as the model makes them, KV heads in the order of the layout.
 
     query: [batch_size, num_heads, seq_len, head_dim]. key, value: [batch_size, num_kv_heads, seq_len, head_dim].
-    Queries and keys are rotated by the positions that the model was given.
+    Queries and keys are rotated as queries meet rows: in blocks by their index in the cache, whatever positions the
+    model was given, so that plain PyTorch and the kernels read one cache alike.
     """
 
     query: Tensor
@@ -67,6 +66,11 @@ class SeenTokens(NamedTuple):
     until: int
     length: int | Tensor
 
+    def known(self, exact: ExactTokens) -> tuple[object, ...]:
+        """What tells apart the exact tokens of the layers of a pass: tensors among it are alike in all of them."""
+        numbers = (None if isinstance(number, Tensor) else number for number in self[2:])
+        return exact, *numbers, len(self.key), self.key.device
+
 
 class Division(NamedTuple):
     """The keys of a pass, divided into those read from rows and those read exactly.
@@ -78,6 +82,15 @@ class Division(NamedTuple):
     rows: Tensor | None
     keys: range | None
     exact: Tensor | None
+
+
+class ExactState(NamedTuple):
+    """What `ExactRows` hold, as a file keeps it; see there. begin: [batch_size], int64."""
+
+    keys: Tensor
+    values: Tensor
+    begin: Tensor
+    until: int
 
 
 class ExactRows:
@@ -136,10 +149,6 @@ class ExactRows:
         if self.keys is None or self.values is None:
             shape = (*new.key.shape[:2], self.exact.slots, new.key.shape[3])
             self.keys, self.values = new.key.new_zeros(shape), new.value.new_zeros(shape)
-            if fixed and not torch.compiler.is_compiling():
-                for tensor in (self.keys, self.values, self.begin):
-                    if isinstance(tensor, Tensor):
-                        torch._dynamo.mark_static_address(tensor)  # type: ignore[no-untyped-call]
         before = None
         if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
             key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
@@ -163,11 +172,7 @@ class ExactRows:
         if self.begin is None:
             self.begin = start.clone() if isinstance(start, Tensor) else start
         else:
-            begin = torch.minimum(self.begin, start) if isinstance(start, Tensor) else self.begin.clamp(max=start)
-            if torch.compiler.is_compiling():  # compiled code writes to the same memory each time
-                self.begin.copy_(begin)
-            else:
-                self.begin = begin
+            self.begin = torch.minimum(self.begin, start) if isinstance(start, Tensor) else self.begin.clamp(max=start)
         if isinstance(self.begin, Tensor) and _on_host(self.begin):
             first, self.latest = int(self.begin.min()), int(self.begin.max())
             self.begin = first if first == self.latest < FAR else self.begin
@@ -176,9 +181,8 @@ class ExactRows:
 
     def _stored(self, slots: Tensor, new: Tensor, offset: int | Tensor) -> Tensor:
         """Put new keys or values into their slots, in place unless gradients or inference mode forbid it."""
-        tracing = torch.compiler.is_compiling()
         held = slots.requires_grad or (slots.is_inference() and not torch.is_inference_mode_enabled())
-        if not tracing and (held or new.requires_grad):
+        if held or new.requires_grad:
             slots = slots.clone()
         first, newest, seq_len = self.exact.first, self.exact.newest, new.shape[2]
         count = min(seq_len, newest)
@@ -197,6 +201,19 @@ class ExactRows:
         index = torch.arange(count, device=new.device) + (offset + seq_len - count)
         slots.index_copy_(2, index % newest + first, new[:, :, seq_len - count :])
         return slots
+
+    def state(self) -> ExactState | None:
+        """What is held; None as long as there is no token."""
+        if self.keys is None or self.values is None or self.begin is None:
+            return None
+        begin = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device) + self.begin
+        return ExactState(self.keys, self.values, begin, self.until)
+
+    def restore(self, state: ExactState) -> None:
+        """Hold what `state` gave."""
+        self.keys, self.values, begin, self.until = state
+        first, self.latest = int(begin.min()), int(begin.max())
+        self.begin = first if first == self.latest < FAR else begin.to(self.keys.device)
 
     def stored_bytes(self) -> int:
         """Bytes of all tensors."""
@@ -226,28 +243,9 @@ def first_real(mask: Tensor | None, span: TokenSpan) -> Tensor | int:
     return torch.where(real.any(-1), real.int().argmax(-1) + offset, FAR)
 
 
-_first_real: OfPass[Tensor | int] = OfPass()
-
-
-def first_real_of_pass(mask: Tensor | None, span: TokenSpan, layer: int) -> Tensor | int:
-    """`first_real`, computed once for the layers of a pass that share its mask."""
-    if mask is None or torch.compiler.is_compiling():
-        return first_real(mask, span)
-    return _first_real(mask, (span.seq_len, span.kv_len), layer, lambda: first_real(mask, span))
-
-
 def _on_host(tensor: Tensor) -> bool:
     """Tell whether reading a number makes nobody wait."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
-def host_span(span: TokenSpan) -> TokenSpan:
-    """A span whose offset is a number where the host knows it, else a copy of the tensor that a static cache counts in,
-    which changes when tokens are stored."""
-    offset = span.query_offset
-    if not isinstance(offset, Tensor):
-        return span
-    return span._replace(query_offset=int(offset) if _on_host(offset) else offset.clone())
+    return tensor.device.type == "cpu"
 
 
 def ring_index(exact: ExactTokens, length: int | Tensor, device: torch.device) -> Tensor:
@@ -317,26 +315,53 @@ def _rows_seen(shown: Tensor) -> range | None:
     return range(first - first % 64, int(places[-1]) + 1)
 
 
-_divisions: OfPass[Division] = OfPass()
+def division_of_pass(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, now: Pass) -> Division:
+    """`divided`, computed once for the layers of a pass that are alike; the masks of many queries are not kept."""
+    if now.span.seq_len > REMEMBERED_QUERIES:
+        return divided(exact, seen, mask, now.span)
+    return now.once(("division", *seen.known(exact)), lambda: divided(exact, seen, mask, now.span))
 
 
-def division_of_pass(
-    exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan, layer: int
-) -> Division:
-    """`divided`, computed once for the layers of a pass that are alike.
+def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> SlotBounds:
+    """Compute where the tokens of each slot lie among the rows, and which rows are read; nothing waits for the device.
 
     Args:
-        layer: index; what is computed for one serves later ones.
+        exact: of the layer, within its window.
     """
-    alike = isinstance(seen.begin, int) and not isinstance(seen.length, Tensor) and span.seq_len <= REMEMBERED_QUERIES
-    if torch.compiler.is_compiling() or not alike:
-        return divided(exact, seen, mask, span)
-    key = exact, seen.begin, seen.until, seen.length, span[1:4], len(seen.key), seen.key.device
-    return _divisions(mask, key, layer, lambda: divided(exact, seen, mask, span))
+    device, batch_size = seen.key.device, len(seen.key)
+    offset, kv_offset = span.query_offset, span.kv_offset
+    begin = seen.begin
+    if isinstance(begin, int):
+        begin = torch.full((batch_size,), min(begin, LATEST), device=device)
+    begin = begin.clamp(max=LATEST)[:, None]
+    codes = begin + exact.first
+    first = begin + torch.arange(exact.first, device=device)
+    newest = ring_index(exact, seen.length, device).expand(batch_size, -1)
+    index = [
+        torch.where(first < seen.length, first, -1),
+        torch.where((newest >= max(seen.until, 0)) & (newest >= codes), newest, -1),
+    ]
+    new = torch.arange(span.seq_len, device=device) + offset
+    if span.seq_len > 1:
+        index.append(new.expand(batch_size, -1))
+    places = torch.cat(index, -1)
+    until = (new - exact.newest + 1).clamp(min=seen.until)
+    until = torch.minimum(until, new[:1]) - kv_offset
+    return SlotBounds(
+        places=torch.where(places >= 0, places - kv_offset, -1).int(),
+        first=(codes[:, 0] - kv_offset).int(),
+        until=until.int().expand(batch_size, -1).contiguous(),
+    )
 
 
-def exact_keys(seen: SeenTokens, division: Division) -> ExactKeys:
-    return ExactKeys(seen.key, seen.value, division.exact)
+def exact_slots(exact: ExactTokens, seen: SeenTokens, now: Pass) -> ExactSlots:
+    """Exact tokens of a layer that the kernels read in a pass.
+
+    Args:
+        exact: of the layer, within its window.
+    """
+    bounds = now.once(("bounds", *seen.known(exact)), lambda: bounds_of(exact, seen, now.span))
+    return ExactSlots(seen.key, seen.value, *bounds)
 
 
 class WithExactRows:
@@ -367,8 +392,8 @@ class WithExactRows:
                 "Use a cache with the model that filled it.",
             )
         self.seen = self.exact_rows.add(exact, start, span, self.fixed, filled)
-        found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
-        return found
+        rows: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
+        return rows
 
     def take_seen(self) -> SeenTokens | None:
         """Give what the queries of the pass see exactly; once, since it holds the tensors of the pass."""

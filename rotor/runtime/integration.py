@@ -32,7 +32,7 @@ from . import policies_hook
 from .attention import RotorAttention, attend_to_shared
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
-from .steps import NO_GRADIENTS
+from .steps import NO_GRADIENTS, CacheRows
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -255,10 +255,10 @@ def replace_attention(
     biases: frozenset[str],
 ) -> list[RotorAttention]:
     """Put a RotorAttention with uninitialised weights into each layer of `layouts`, and select `rotor` attention."""
-    tables, modules = rotary_tables(model, family, model.config), []
+    tables, store, modules = rotary_tables(model, family, model.config), CacheRows(), []
     for index, layout in layouts.items():
         base = family.attention_module(model, index)
-        module = RotorAttention(base, family, shape.layer(index), layout, biases, tables[index])
+        module = RotorAttention(base, family, shape.layer(index), layout, biases, tables[index], store)
         family.replace_attention(model, index, module)
         modules.append(module)
     model.config.get_text_config()._attn_implementation = METHOD

@@ -37,13 +37,13 @@ def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
 
         @wraps(method)
         def changing(cache: Cache | None, *given: object, **named: object) -> object:
-            found = method(cache, *given, **named)
+            result = method(cache, *given, **named)
             shifts = getattr(cache, SHIFTS, None)
             if shifts is not None:
                 setattr(cache, SHIFTS, change(shifts, *given, *named.values()))
             if cache is not None:
                 change_beginnings(cache, lambda held: change(held, *given, *named.values()))
-            return found
+            return result
 
         setattr(cache_class, name, changing)
 
@@ -52,50 +52,39 @@ def keep_shifts_with_rows(cache_class: type[Cache]) -> None:
     follow("batch_repeat_interleave", lambda shifts, repeats: shifts.repeat_interleave(repeats, 0))
 
 
-class PositionCheck:
-    """Compares positions with cache indices, once a forward pass, for all layers that share it."""
+def check_positions(
+    positions: Tensor,
+    mask: Tensor | None,
+    cache: Cache | None,
+    batch_size: int,
+    query_offset: int | Tensor,
+    kv_offset: int | Tensor,
+) -> None:
+    """Compare the positions of a pass with cache indices.
 
-    def __init__(self) -> None:
-        self._first_layer: int | None = None
+    Steps of one token on a GPU are left out, since reading the result would make the host wait.
 
-    def __call__(
-        self,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-        layer_idx: int,
-        batch_size: int,
-        query_offset: int | Tensor,
-        kv_offset: int | Tensor,
-    ) -> None:
-        """Compare the positions of a pass.
-
-        Steps of one token on a GPU are left out, since reading the result would make the host wait.
-
-        Args:
-            positions: [batch_size or 1, seq_len], or None if the model was given none.
-            mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True: attend) or additive; None: causal.
-            cache: the cache that keys go into, or None. query_offset: index there of the first query.
-            kv_offset: index of the first key that the mask has.
-        Raises:
-            UsageError: keys are attended to whose distance in the cache is not that of their positions; or the cache
-                holds tokens of unknown positions.
-        """
-        self._first_layer = layer_idx if self._first_layer is None else self._first_layer
-        if positions is None or torch.compiler.is_compiling() or layer_idx != self._first_layer:
-            return
-        seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
-        if not compares and (hasattr(cache, SHIFTS) or torch.cuda.is_current_stream_capturing()):
-            return
-        start = int(query_offset)
-        index = torch.arange(start, start + seq_len, device=positions.device)
-        new = (positions - index).expand(batch_size, -1)
-        shifts = torch.cat([_known(cache, start, batch_size).to(new.device), new], dim=1) if start else new
-        alike = not compares or bool((shifts == shifts[:, :1]).all())
-        if cache is not None:
-            setattr(cache, SHIFTS, shifts[:, :1].clone() if alike else shifts)
-        if not alike:
-            _compare(shifts[:, int(kv_offset) :], mask, int(kv_offset))
+    Args:
+        positions: [batch_size or 1, seq_len].
+        mask: [batch_size or 1, 1 or num_heads, seq_len, kv_len], boolean (True: attend) or additive; None: causal.
+        cache: the cache that keys go into, or None. query_offset: index there of the first query.
+        kv_offset: index of the first key that the mask has.
+    Raises:
+        UsageError: keys are attended to whose distance in the cache is not that of their positions; or the cache holds
+            tokens of unknown positions.
+    """
+    seq_len, compares = positions.shape[-1], not positions.is_cuda or positions.shape[-1] > 1
+    if not compares and (hasattr(cache, SHIFTS) or torch.cuda.is_current_stream_capturing()):
+        return
+    start = int(query_offset)
+    index = torch.arange(start, start + seq_len, device=positions.device)
+    new = (positions - index).expand(batch_size, -1)
+    shifts = torch.cat([_known(cache, start, batch_size).to(new.device), new], dim=1) if start else new
+    alike = not compares or bool((shifts == shifts[:, :1]).all())
+    if cache is not None:
+        setattr(cache, SHIFTS, shifts[:, :1].clone() if alike else shifts)
+    if not alike:
+        _compare(shifts[:, int(kv_offset) :], mask, int(kv_offset))
 
 
 def _known(cache: Cache | None, start: int, batch_size: int) -> Tensor:

@@ -10,31 +10,16 @@ from torch import Tensor, nn
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
+from ..kernels.passes import Pass, TokenSpan
 from ..kernels.rotary import Rotation, relative, when_read, within_blocks
 from .beginnings import rotations_of_blocks
-from .passes import OfPass
-from .positions import PositionCheck
+from .positions import check_positions
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
 TABLE_ROWS = 1024
 """Rows by which a table of cosines and sines grows."""
-
-
-class TokenSpan(NamedTuple):
-    """Where the tokens of a pass lie in the cache.
-
-    query_offset, seq_len: index of the first new token, and number of new tokens.
-    kv_offset, kv_len: index of the first key that is attended to, and number of these keys.
-    indices: of the new tokens, where they are not neighbours.
-    """
-
-    query_offset: Any
-    seq_len: int
-    kv_offset: Any
-    kv_len: int
-    indices: Tensor | None = None
 
 
 class Rotations(NamedTuple):
@@ -46,7 +31,7 @@ class Rotations(NamedTuple):
         a row for each new token. Beside `query`: of the beginnings of blocks, [batch_size or 1, blocks, rotary_dim].
     places: in blocks, rows of `table` of the new tokens, [seq_len].
     first: in blocks, the row of the first key.
-    exact: of new queries and keys as the model was given positions; that of queries where it is the same.
+    given: of new tokens as the model was given positions, where these may count from another token than `query` does.
     weights: what rotated queries and keys are multiplied by, [head_dim] each; None where by nothing.
     """
 
@@ -56,7 +41,7 @@ class Rotations(NamedTuple):
     table: Rotation | None = None
     places: Tensor | None = None
     first: int = 0
-    exact: Rotation | None = None
+    given: Rotation | None = None
     weights: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
@@ -78,7 +63,7 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
 def is_same(own: Rotation, given: Rotation) -> bool:
     """Tell whether the rotation by index is the one that the model was given; False on a device, whose answer would be
     waited for."""
-    if torch.compiler.is_compiling() or own[0].device.type != "cpu":
+    if own[0].device.type != "cpu":
         return False
     return all(torch.equal(a.expand_as(b), b) for a, b in zip(own, given, strict=True))
 
@@ -103,7 +88,6 @@ class RotaryTable:
         kinds: Any = rotary.rope_type
         kind = kinds if layer_type is None else kinds[layer_type]
         self.depends_on_length = kind == "longrope" or "dynamic" in kind
-        self.check_positions = PositionCheck()
         self._key: tuple[torch.device, torch.dtype] | None = None
         self._table: Rotation | None = None
         self._read: dict[KeyForm, Rotation] = {}
@@ -122,8 +106,6 @@ class RotaryTable:
     def when_read(self, form: KeyForm) -> Rotation:
         """`kernels.rotary.when_read` of the latest table, made once."""
         assert self._table is not None
-        if torch.compiler.is_compiling():
-            return when_read(self._table, form)
         if form not in self._read:
             self._read[form] = when_read(self._table, form)
         return self._read[form]
@@ -138,7 +120,7 @@ def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) 
     kinds = [family.rotary_type(config, layer) for layer in range(len(rotates))]
     rotary = network.get_submodule(family.rotary)
     tables = {kind: RotaryTable(rotary, kind, family.rotation) for kind in kinds}
-    return [tables[kind] if own else None for own, kind in zip(rotates, kinds, strict=True)]
+    return [tables[kind] if rotating else None for rotating, kind in zip(rotates, kinds, strict=True)]
 
 
 class NoRope:
@@ -146,19 +128,17 @@ class NoRope:
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         """The rotations of a pass.
 
         Args:
-            span: where its tokens lie. given: cos and sin that the model passes to attention, [batch_size or 1,
-                seq_len, rotary_dim] each. like: a tensor of the pass. kernels: the kernels serve it.
-            cache: that the keys go into. layer_idx: the layer.
+            given: cos and sin that the model passes to attention, [batch_size or 1, seq_len, rotary_dim] each.
+            like: a tensor of the pass. kernels: the kernels serve it. cache: that the keys go into.
         """
         return Rotations()
 
@@ -167,9 +147,8 @@ class NoRope:
         positions: Tensor | None,
         mask: Tensor | None,
         cache: Cache | None,
-        layer_idx: int,
         batch_size: int,
-        span: TokenSpan,
+        now: Pass,
     ) -> None:
         """Check that keys are rotated by the positions that the model was given; raises UsageError if not."""
 
@@ -179,18 +158,17 @@ class PostRope(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         assert given is not None
         rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
         if kernels:
-            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)), exact=rotation)
-        return Rotations(rotation, rotation, exact=rotation)
+            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
+        return Rotations(rotation, rotation)
 
 
 class InBlocks(NoRope):
@@ -205,46 +183,47 @@ class InBlocks(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
+        key = "rotations", self.table, self.block, self.with_exact, kernels, like.dtype
+        return now.once(key, lambda: self._made(now.span, given, like, kernels))
+
+    def _made(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
 
-        Kernels rotate new exact keys by the table, which begins at index 0 for them, as it did for those of before.
+        Exact keys are rotated by the table, too, whatever the model was given: then it begins at index 0 in all passes.
         """
-        first = span.kv_offset if kernels and self.with_exact else span.kv_offset % self.block
+        first = span.kv_offset if self.with_exact else span.kv_offset % self.block
         start = span.kv_offset - first
         index = span.indices
         if index is None:
             index = torch.arange(span.seq_len, device=like.device) + (span.query_offset - start)
         dtype = torch.float32 if kernels else like.dtype  # kernels compose rotations, so these must be exact
         table = self.table(first + span.kv_len, like.device, dtype)
-        exact = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         if kernels:
-            return Rotations(table=table, places=index, first=first, exact=exact)
+            return Rotations(table=table, places=index, first=first)
         read = self.table.when_read(self.form)
         stored = None if self.form == PRE_ROPE else within_blocks(table, index, self.form)
         query, rows = rows_of(table, index), slice(first, first + span.kv_len)
-        if exact is not None and is_same(query, exact):
-            exact = query
-        return Rotations(query, stored, rows_of(read, rows), table, exact=exact)
+        as_given = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
+        return Rotations(query, stored, rows_of(read, rows), table, given=as_given)
 
     def check(
         self,
         positions: Tensor | None,
         mask: Tensor | None,
         cache: Cache | None,
-        layer_idx: int,
         batch_size: int,
-        span: TokenSpan,
+        now: Pass,
     ) -> None:
-        if span.indices is None:  # with `indices`, parallel.forward compares all tokens at once
-            where = layer_idx, batch_size, span.query_offset, span.kv_offset
-            self.table.check_positions(positions, mask, cache, *where)
+        span = now.span
+        if positions is not None and span.indices is None:  # else parallel.forward compares all tokens at once
+            given, where = positions, (batch_size, span.query_offset, span.kv_offset)
+            now.once(("positions", self.table), lambda: check_positions(given, mask, cache, *where))
 
 
 class BlocksAsGiven(NoRope):
@@ -260,23 +239,17 @@ class BlocksAsGiven(NoRope):
 
     def __call__(
         self,
-        span: TokenSpan,
+        now: Pass,
         given: Rotation | None,
         like: Tensor,
         kernels: bool,
         cache: Cache | None,
-        layer_idx: int,
     ) -> Rotations:
         assert given is not None
         whole: Rotation = given
 
-        def make() -> Rotations:
-            return self._made(span, whole, cache, kernels)
-
-        if torch.compiler.is_compiling() or isinstance(span.query_offset, Tensor):
-            return make()
-        key = self.layer_type, self.block, *span[:4], id(cache), kernels
-        return _as_given(whole[0], key, layer_idx, make)
+        key = "rotations", self.layer_type, self.block, kernels
+        return now.once(key, lambda: self._made(now.span, whole, cache, kernels))
 
     def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None, kernels: bool) -> Rotations:
         cos, sin = given
@@ -286,15 +259,12 @@ class BlocksAsGiven(NoRope):
             new = torch.arange(span.seq_len, device=cos.device) + span.query_offset
             stored = relative(whole, _rotation(begun[:, None, new // self.block]))
         if kernels:
-            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset, exact=whole)
+            return Rotations(whole, stored, table=_rotation(begun.float()), first=span.kv_offset)
         keys = torch.arange(span.kv_len, device=cos.device) + span.kv_offset
         read = _rotation(begun[:, keys // self.block])
         if not isinstance(span.kv_offset, int) or span.kv_offset % self.block:
             read = read[0].unsqueeze(1), read[1].unsqueeze(1)  # rows begin within a block: in any order
-        return Rotations(whole, stored, read, exact=whole)
-
-
-_as_given: OfPass[Rotations] = OfPass()
+        return Rotations(whole, stored, read)
 
 
 def _rotation(planes: Tensor) -> Rotation:

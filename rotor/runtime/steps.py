@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,22 +19,14 @@ from torch.nn import functional
 from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens, LayerLayout
 from ..errors import UsageError
-from ..kernels.exact import RowKeys, attend_to_both
+from ..kernels.exact_slots import ExactSlots, SlotsToFill
 from ..kernels.parameters import AttentionParameters, seq_len_of
-from ..kernels.reference import attention, dense_attention
+from ..kernels.passes import Pass, Passes, TokenSpan
+from ..kernels.reference.attention import attention, dense_attention
+from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both
 from ..kernels.rotary import rotate
-from ..kernels.slots import ExactSlots, SlotsToFill
-from .exact import (
-    Division,
-    NewTokens,
-    SeenTokens,
-    division_of_pass,
-    exact_keys,
-    first_real_of_pass,
-    with_exact_rows,
-)
-from .rope import Rotations, TokenSpan
-from .slots import exact_slots
+from .exact import Division, NewTokens, SeenTokens, division_of_pass, exact_slots, first_real, with_exact_rows
+from .rope import Rotations, is_same
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -51,10 +43,10 @@ class AttentionCall(NamedTuple):
 
     parameters: the layer without queries and rows. query, key, value: of the new tokens, as `reference.attention` takes
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
-    the layer, for which the queries were made; None: plain PyTorch runs it. text: the layer as operators take it, while
-    a compiler traces.
-    exact: the new tokens as the model makes them, in a layer with exact tokens; span: where they lie, by `host_span`;
-    filled: they are in the slots of `slots_to_fill`.
+    the layer, for which the queries were made; None: plain PyTorch runs it.
+    now: the pass, which says where its tokens lie.
+    exact: the new tokens as the model makes them, in a layer with exact tokens; filled: they are in the slots of
+    `slots_to_fill`.
     """
 
     parameters: AttentionParameters
@@ -65,10 +57,9 @@ class AttentionCall(NamedTuple):
     cache: Cache | None
     mask: Tensor | None
     rotations: Rotations
+    now: Pass
     kernels: LayerKernels | None = None
-    text: str = ""
     exact: NewTokens | None = None
-    span: TokenSpan | None = None
     filled: bool = False
 
     def cached(self) -> tuple[Tensor, Tensor]:
@@ -100,19 +91,19 @@ class SharedRows(NamedTuple):
         """
         call, exact = self.call, self.call.exact
         assert exact is not None
-        own, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
+        shape, order = call.parameters.shape, list(call.parameters.layout.kv_head_order)
         missing = exact.key.shape[2] - query.shape[2]
-        query = query.unflatten(1, (own.num_kv_heads, -1))[:, order].flatten(1, 2)
+        query = query.unflatten(1, (shape.num_kv_heads, -1))[:, order].flatten(1, 2)
         query = functional.pad(query, (0, 0, missing, 0))  # transformers leaves out what nobody asked for
-        by_row, given, of_rows = call.rotations.query, call.rotations.exact, query
-        if by_row is not given and by_row is not None and given is not None:  # rows count from the cache's first
+        by_index, given = call.rotations.query, call.rotations.given
+        if by_index is not None and given is not None and not is_same(by_index, given):
             wide = torch.promote_types(query.dtype, torch.float32)
             before = rotate(query.to(wide), given[0].to(wide), -given[1].to(wide))
-            of_rows = rotate(before, by_row[0].to(wide), by_row[1].to(wide)).to(query.dtype)
-        output = self.attend(call._replace(query=of_rows, exact=exact._replace(query=query)))[:, missing:]
+            query = rotate(before, by_index[0].to(wide), by_index[1].to(wide)).to(query.dtype)
+        output = self.attend(call._replace(query=query, exact=exact._replace(query=query)))[:, missing:]
         output = without_gradients(output, call.parameters.layout)
         places = [order.index(head) for head in range(len(order))]
-        return output.unflatten(-1, (own.num_kv_heads, -1))[:, :, places].flatten(2)
+        return output.unflatten(-1, (shape.num_kv_heads, -1))[:, :, places].flatten(2)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> SharedRows:
         """Itself: accelerate moves what layers share with the hidden states.
@@ -120,10 +111,10 @@ class SharedRows(NamedTuple):
         Raises:
             UsageError: to another device.
         """
-        wanted, own = torch.device(device), self.call.query.device
-        if wanted.type != own.type or wanted.index not in (None, own.index):
+        wanted, here = torch.device(device), self.call.query.device
+        if wanted.type != here.type or wanted.index not in (None, here.index):
             raise UsageError(
-                f"layer {self.call.layer_idx} is on {own}, and one on {device} reads its cache.",
+                f"layer {self.call.layer_idx} is on {here}, and one on {device} reads its cache.",
                 "Load the model on one device: device_map='cuda:0'.",
             )
         return self
@@ -137,18 +128,19 @@ class RowStore(ABC):
 
     in_pytorch = False
 
+    @cached_property
+    def passes(self) -> Passes:
+        """The passes that layers with this store are in."""
+        return Passes()
+
     def reads_rows(self, cache: Cache | None) -> bool:
         """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
     def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, span: TokenSpan
+        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
     ) -> SlotsToFill | None:
-        """Where the kernel that makes rows is to store the new tokens exactly; None where the store does so itself.
-
-        Args:
-            span: of the pass, as of `host_span`.
-        """
+        """Where the kernel that makes rows is to store the new tokens exactly; None where the store does so itself."""
         return None
 
     @abstractmethod
@@ -197,15 +189,13 @@ class CacheRows(RowStore):
         return layer if isinstance(layer, RowStore) else self
 
     def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, span: TokenSpan
+        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
     ) -> SlotsToFill | None:
-        tracing, offloaded = torch.compiler.is_compiling(), getattr(cache, "offloading", False)
-        if cache is None or parameters.layout.exact is None or span.seq_len > 1 or tracing or offloaded:
+        offloaded = getattr(cache, "offloading", False)
+        if cache is None or parameters.layout.exact is None or now.span.seq_len > 1 or offloaded:
             return None
         layer = with_exact_rows(cache, layer_idx, exact_tokens(parameters, layer_idx))
-        mask = _over_all_keys(mask, span)
-        start = first_real_of_pass(mask, span, layer_idx)
-        return layer.exact_rows.slots_to_fill(start, span.query_offset)
+        return layer.exact_rows.slots_to_fill(_start_of(mask, now), now.span.query_offset)
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         return self.stored(call)(call)
@@ -217,71 +207,60 @@ class CacheRows(RowStore):
         return partial(attend_to_rows, key=key, value=value)
 
 
-class _Stored(NamedTuple):
-    """Results of a pass of a layer with exact tokens.
-
-    mask, span: of the pass. tokens: that are kept exactly. key, value: all rows. seen: None where nothing lies before.
-    division: in plain PyTorch, where something does.
-    """
-
-    mask: Tensor | None
-    span: TokenSpan
-    tokens: ExactTokens
-    key: Tensor
-    value: Tensor
-    seen: SeenTokens | None
-    division: Division | None
-
-
 def _stored_exactly(call: AttentionCall) -> Attend:
-    """Store rows and exact tokens in a cache, and let layers attend to both; see kernels.exact for the result."""
-    exact, mask = call.exact, call.mask
+    """Store rows and exact tokens in a cache, and let layers attend to both; see kernels.reference.exact."""
+    exact, span = call.exact, call.now.span
     assert exact is not None
-    assert call.span is not None
-    span = call.span
     expected = (len(exact.key), call.parameters.shape.num_heads, span.seq_len, span.kv_len)
-    _check_mask(mask, call.layer_idx, expected)
-    mask = _over_all_keys(mask, span)
+    _check_mask(call.mask, call.layer_idx, expected)
+    mask = _over_all_keys(call.mask, span)
+    if call.cache is None:
+        return partial(_attend_to_prompt, mask=mask)
     tokens = exact_tokens(call.parameters, call.layer_idx)
-    key, value, seen = call.key, call.value, None
-    if call.cache is not None:
-        layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-        start = first_real_of_pass(mask, span, call.layer_idx)
-        named = {"exact": exact, "start": start, "span": span, "filled": call.filled}
-        key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
-        seen = layer.take_seen()
-    division = None
-    if seen is not None and call.kernels is None:
-        division = division_of_pass(tokens, seen, mask, span, call.layer_idx)
-    return partial(_attend_exactly, stored=_Stored(mask, span, tokens, key, value, seen, division))
+    layer = with_exact_rows(call.cache, call.layer_idx, tokens)
+    named = {"exact": exact, "start": _start_of(call.mask, call.now), "span": span, "filled": call.filled}
+    key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
+    seen = layer.take_seen()
+    if seen is None:
+        return partial(_attend_to_prompt, mask=mask)
+    if call.kernels is None:
+        division = division_of_pass(tokens, seen, mask, call.now)
+        return partial(_attend_by_division, key=key, value=value, seen=seen, division=division)
+    if mask is None and span.seq_len > 1:
+        mask = call.now.once(("causal", key.device), lambda: _causal(span, key.device))
+    slots = exact_slots(tokens, seen, call.now)
+    return lambda other: attend_to_rows(other._replace(mask=mask), key, value, slots)
 
 
 def _over_all_keys(mask: Tensor | None, span: TokenSpan) -> Tensor | None:
     return mask.expand(-1, -1, -1, span.kv_len) if mask is not None and mask.shape[-1] < span.kv_len else mask
 
 
-def _attend_exactly(call: AttentionCall, stored: _Stored) -> Tensor:
-    exact, (mask, span, tokens, key, value, seen, division) = call.exact, stored
-    assert exact is not None
-    if seen is None:
-        return attend_to_prompt(exact, call.parameters, mask)
-    if call.kernels is not None:
-        if mask is None and span.seq_len > 1:
-            mask = _causal(span, key.device)
-        slots = exact_slots(tokens, seen, mask, span, call.layer_idx)
-        return attend_to_rows(call._replace(mask=mask), key, value, slots)
-    assert division is not None
+def _start_of(mask: Tensor | None, now: Pass) -> Tensor | int:
+    """`first_real` of a pass, found once for its layers."""
+    return now.once(("first real",), lambda: first_real(_over_all_keys(mask, now.span), now.span))
+
+
+def _attend_to_prompt(call: AttentionCall, mask: Tensor | None) -> Tensor:
+    assert call.exact is not None
+    return attend_to_prompt(call.exact, call.parameters, mask)
+
+
+def _attend_by_division(
+    call: AttentionCall, key: Tensor, value: Tensor, seen: SeenTokens, division: Division
+) -> Tensor:
+    assert call.exact is not None
     rows = None
     if division.keys is None or len(division.keys):
         rows = RowKeys(call.query, key, value, call.rotations.read, division.rows, division.keys)
-    return attend_to_both(exact.query, exact_keys(seen, division), rows, call.parameters)
+    return attend_to_both(call.exact.query, ExactKeys(seen.key, seen.value, division.exact), rows, call.parameters)
 
 
 def _check_rows(cache: Cache, layer_idx: int, key: Tensor) -> None:
     """Check that a cache holds rows like the new ones; raises UsageError where another model filled it."""
     layers = getattr(cache, "layers", ())
     held = getattr(layers[layer_idx], "keys", None) if layer_idx < len(layers) else None
-    if not isinstance(held, Tensor) or held.dim() != 4 or torch.compiler.is_compiling():
+    if not isinstance(held, Tensor) or held.dim() != 4:
         return
     if (held.shape[1], held.shape[3]) != (key.shape[1], key.shape[3]):
         raise UsageError(
@@ -337,15 +316,20 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
     _check_mask(call.mask, call.layer_idx, (len(key), parameters.shape.num_heads, seq_len, key.shape[2]))
     if call.kernels is not None:
         rotation = call.rotations.table if parameters.layout.in_blocks else None
-        inputs = call.query, key, value, parameters
-        around = {"rotation": rotation, "first": call.rotations.first, "attention_mask": call.mask, "exact": slots}
-        if torch.compiler.is_compiling():
-            from ..kernels.operators import traced_attention  # imports Triton
-
-            return traced_attention(*inputs, call.text, **around)
         from ..kernels.attention import rows_attention  # imports Triton
 
-        return rows_attention(*inputs, call.kernels, **around, layer_idx=call.layer_idx)
+        return rows_attention(
+            call.query,
+            key,
+            value,
+            parameters,
+            call.kernels,
+            rotation=rotation,
+            first=call.rotations.first,
+            attention_mask=call.mask,
+            exact=slots,
+            now=call.now,
+        )
     return attention(call.query, key, value, parameters, call.rotations.read, call.mask)
 
 
@@ -354,7 +338,7 @@ def without_gradients(output: Tensor, layout: LayerLayout) -> Tensor:
 
     So does a pass that reads none, a prompt beside exact tokens: what is trained so is not what is served.
     """
-    if layout.coded and output.requires_grad and not torch.compiler.is_compiling():
+    if layout.coded and output.requires_grad:
         output.register_hook(_refuse_gradients)
     return output
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from transformers import TextStreamer
+from torch import Tensor
+from transformers import DynamicCache, TextStreamer
 from typing_extensions import NotRequired, TypedDict
 
 from ..checkpoint.rewritten import source_at
@@ -31,6 +32,7 @@ from ..policies import Policy, find_policy, stored_bytes, use_cache_policy
 from ..policies.fitting import fit_cache_policy
 from ..progress import Progress
 from ..recipe.requests import GenerationOptions, GenerationRequest
+from ..runtime.saved_cache import check_saving, load_cache, save_cache, saved_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,13 +46,15 @@ FITTED_TOKENS, FITTED_SEQ_LEN = 2048, 256
 class Continuation(TypedDict):
     """Text that a model wrote.
 
-    text: the prompt with its continuation, or the answer. chat_template: whether one was applied. kv_cache_bytes: at
-    the end; of a split cache also what each process had of it, and the bytes that this process sent, by kind.
+    text: the prompt with its continuation, or the answer. chat_template: whether one was applied. cached_tokens: of the
+    prompt, from a saved cache, where one was given. kv_cache_bytes: at the end; of a split cache also what each process
+    had of it, and the bytes that this process sent, by kind.
     """
 
     text: str
     chat_template: bool
     prompt_tokens: int
+    cached_tokens: NotRequired[int]
     new_tokens: int
     kv_cache_bytes: int
     kv_cache_bytes_by_process: NotRequired[list[int]]
@@ -75,6 +79,7 @@ continue_prompt = with_fields_of(GenerationRequest, run_generation, "continue_pr
 
 def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
     prompt, cache, on_text = request.prompt, request.cache, request.on_text
+    _check_files(request)
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of a command line, which is no UTF-8
         raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(request.folder).folder
@@ -90,18 +95,26 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
     model = load_with_policy(folder, place, cache, tokenizer, progress)
+    if request.save_cache is not None:
+        check_saving(request.save_cache, model, request.cache_level)
     torch.manual_seed(request.seed)  # transformers samples from the global generator
     streamer = None if on_text is None else Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
+    past = None if request.cache_file is None else _loaded(request.cache_file, model, inputs["input_ids"])
+    cached_tokens = 0 if past is None else past.get_seq_length()
     with waiting, sequence_parallel(model) if request.parallel else nullcontext() as group:
         output = model.generate(
             input_ids=inputs["input_ids"],
+            past_key_values=past,
             attention_mask=inputs["attention_mask"],
             streamer=streamer,
             **generation_settings(request, tokenizer),
         )
         size_bytes = stored_bytes(output.past_key_values)
         sizes = [size_bytes] if group is None else group.of_each(size_bytes)
+    if request.save_cache is not None:
+        named = {"input_ids": output.sequences, "level": request.cache_level}
+        save_cache(output.past_key_values, request.save_cache, model, **named)
     tokens, prompt_tokens = output.sequences[0], inputs["input_ids"].shape[1]
     result: Continuation = {
         "text": tokenizer.decode(tokens[prompt_tokens:] if chat else tokens, skip_special_tokens=True),
@@ -110,11 +123,44 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
         "new_tokens": len(tokens) - prompt_tokens,
         "kv_cache_bytes": sum(sizes),
     }
+    if past is not None:
+        result["cached_tokens"] = cached_tokens
     if group is not None:
         dist.destroy_process_group()
         result["kv_cache_bytes_by_process"] = sizes
         result["sent_bytes"] = dict(sorted(group.wire.sent.items()))
     return result
+
+
+def _check_files(request: GenerationRequest) -> None:
+    """Check the options of saved caches; raises UsageError where they contradict each other."""
+    if request.save_cache is None and request.cache_level != "none":
+        raise UsageError(f"--cache-level {request.cache_level}: nothing is saved.", "Give --save-cache FILE, too.")
+    for name in ("cache_file", "save_cache"):
+        if getattr(request, name) is not None and request.parallel:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option}: the cache of several processes is not in one file.", "Leave --parallel out.")
+
+
+def _loaded(file: Path, model: PreTrainedModel, prompt: Tensor) -> DynamicCache:
+    """As much of a saved cache as the prompt begins with, but for its last token, which is always read.
+
+    Raises:
+        UsageError: the file has no ids, those of several sequences, or another beginning; also as `load_cache` does.
+    """
+    saved = saved_inputs(file).get("input_ids")
+    if saved is None or len(saved) != 1:
+        what = "no ids of its tokens" if saved is None else f"{len(saved)} sequences"
+        raise UsageError(f"--cache-file {file}: it has {what}.", "Save one by rotor generate --save-cache.")
+    count = min(saved.shape[1], prompt.shape[1] - 1)
+    alike = saved[0, :count] == prompt[0, :count].cpu()
+    count = int(alike.int().cumprod(0).sum())
+    if not count:
+        raise UsageError(
+            f"--cache-file {file}: its first token is not that of the prompt.",
+            "Give a prompt that begins with the text that was saved, or leave the file out.",
+        )
+    return load_cache(file, model, count)
 
 
 def with_tokenizer(folder: Path) -> tuple[Checkpoint, Any]:

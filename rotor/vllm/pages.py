@@ -14,12 +14,13 @@ from torch import Tensor
 
 from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens
-from ..kernels.exact import ExactKeys, RowKeys, attend_to_both, project_rows
+from ..kernels.exact_slots import ExactSlots, SlotBounds
 from ..kernels.parameters import AttentionParameters
-from ..kernels.reference import partial_attention, project_keys
+from ..kernels.passes import Pass
+from ..kernels.reference.attention import partial_attention, project_keys
+from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.rotary import Rotation, when_read
 from ..kernels.rows import pack_layer, row_dtype
-from ..kernels.slots import ExactSlots
 from .shards import Shard
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class StepRequests:
     most_decoded: most new tokens of a decoding request. most_keys: most keys of a request.
     starts, query_start_loc: tokens of the step before each request, and all of them, on the host and on the device.
     lengths: upper bounds of the tokens of each sequence, known without asking the device.
+    now: what the kernels compute once for all layers.
     """
 
     num_decodes: int
@@ -43,8 +45,9 @@ class StepRequests:
     query_start_loc: Tensor
     seq_lens: Tensor
     block_table: Tensor
+    now: Pass = field(default_factory=Pass)
     _requests: dict[Any, dict[str, Any]] = field(default_factory=dict)
-    _bounds: dict[tuple[int, int, int], ExactBounds] = field(default_factory=dict)
+    _bounds: dict[tuple[int, int, int], SlotBounds] = field(default_factory=dict)
 
     def requests(self, first: int, end: int, window: int | None) -> dict[str, Any]:
         """Arguments of `attend_pages` for requests that all decode, or are all prompts; made once a step.
@@ -74,9 +77,7 @@ class StepRequests:
             known |= {"query_start_loc": locations, "kv_lens": kv_lens}
         return known
 
-    def bounds(
-        self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None
-    ) -> ExactBounds:
+    def bounds(self, first: int, end: int, newest: int, held: int = 0, block_table: Tensor | None = None) -> SlotBounds:
         """The exact tokens of the same requests, made once a step. Requests that decode read the newest with the new
         ones, prompts those before the new ones; both the first.
 
@@ -105,7 +106,7 @@ class StepRequests:
                 sink = torch.arange(held, device=kv_lens.device).expand(len(kv_lens), -1)
                 there = (sink < codes[:, None]) & (sink < (kv_lens if decodes else old)[:, None])
                 index = torch.cat([torch.where(there, sink, -1), index], -1)
-            known = ExactBounds(index.int(), codes.int(), until.int())
+            known = SlotBounds(index.int(), codes.int(), until.int())
             self._bounds[first, end, newest] = known
         return known
 
@@ -114,14 +115,6 @@ class StepRequests:
         return all(
             self.lengths[request] == self.starts[request + 1] - self.starts[request] for request in range(first, end)
         )
-
-
-class ExactBounds(NamedTuple):
-    """Which exact tokens requests read from pages, and which keys codes serve; see `kernels.slots.ExactSlots`."""
-
-    places: Tensor
-    first: Tensor
-    until: Tensor
 
 
 class ExactPages(NamedTuple):
@@ -224,8 +217,8 @@ class PagedLayer:
         shape, page_size = self.shard.shape, pages.shape[1]
         numbers = pages[..., : self.exact_bytes].view(self.dtype)
         index = index.clamp(min=0).long()
-        found = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
-        key, value = found.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
+        numbers_of_tokens = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
+        key, value = numbers_of_tokens.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
         return key, value
 
     def attend_step(
@@ -270,7 +263,8 @@ class PagedLayer:
                 around["exact"] = self._slots(exact, of_run, step, first, end)
             attend_pages(
                 query[part], *rows, self.parameters, self.kernels, **step.requests(first, end, self.window),
-                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part], **around,
+                rotation=self.rotation, window=self.window, varlen=self.varlen, out=output[part],
+                now=step.now, **around,
             )  # fmt: skip
 
     def _own(self, new: tuple[Tensor, Tensor], part: slice) -> tuple[Tensor, Tensor]:
@@ -391,7 +385,7 @@ class PagedLayer:
         return tokens * self.parameters.heads_per_group <= MOST_ROWS
 
     def prepare(self, device: torch.device) -> None:
-        """Put tables on the device, and allocate for a moment the memory in which prompts are materialised."""
+        """Put tables on the device, and allocate for a moment the memory in which prompts are expanded."""
         if self.kernels is None or device.type != "cuda":
             return
         from ..kernels.append import prepare  # imports Triton
@@ -402,14 +396,14 @@ class PagedLayer:
 
     @property
     def widest(self) -> int:
-        """Width of a head as prompts are materialised."""
+        """Width of a head as prompts are expanded."""
         shape, groups = self.shard.shape, self.shard.layout.groups
         values = max(group.values.width for group in groups)
         return max(values, shape.head_dim if shape.rotary_dim else max(group.key.width for group in groups))
 
     @property
     def most_keys(self) -> int:
-        """Keys of prompts that are materialised at once; a single longer prompt may exceed it."""
+        """Keys of prompts that are expanded at once; a single longer prompt may exceed it."""
         from ..kernels.stock import MOST_BYTES  # imports Triton
 
         return MOST_BYTES // (2 * self.shard.shape.num_kv_heads * self.widest * self.dtype.itemsize)

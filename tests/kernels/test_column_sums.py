@@ -7,7 +7,7 @@ import torch
 from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, causal, layer, random_case, shape_of
 
 from rotor.checkpoint.layout import KeyForm
-from rotor.kernels.logits import products
+from rotor.kernels.reference.logits import products
 from rotor.kernels.rotary import when_read
 from rotor.policies import column_sums as sums
 

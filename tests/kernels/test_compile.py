@@ -22,10 +22,10 @@ from gpu.work import work_of
 from rotor.checkpoint.layout import KeyForm, LayerLayout
 from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
-from rotor.kernels.decoding import DecodeLayer, block_starts, decode_attention
+from rotor.kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from rotor.kernels.exact_slots import SlotsToFill
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.ranges import KeyRanges
-from rotor.kernels.slots import SlotsToFill
 from rotor.tools.bench.attention import random_slots, step_tensors, zero_scale
 from rotor.tools.bench.variants import layer_variants, recorded
 

@@ -10,14 +10,14 @@ from support.kernel_cases import LAYERS, Case, case_of, causal
 from torch import Tensor
 
 from rotor.checkpoint.layout import ExactTokens
-from rotor.kernels.decoded import QUERY_BLOCK, decoded_attention
+from rotor.kernels.reference.whole_rows import QUERY_BLOCK, decoded_attention
 from rotor.kernels.rotary import when_read
 
 ROTATED = [name for name in LAYERS if name != "no rope"]
 
 
-def with_exact(case: Case, exact: ExactTokens) -> tuple[Case, tuple[Tensor, Tensor, Tensor]]:
-    """The case as a layer with exact tokens, and its tokens' queries, keys and values."""
+def with_exact(case: Case, exact: ExactTokens) -> tuple[Case, tuple[Tensor, Tensor]]:
+    """The case as a layer with exact tokens, and its tokens' keys and values."""
     p, generator = case.parameters, torch.Generator().manual_seed(5)
 
     def random(*size: int) -> Tensor:
@@ -28,11 +28,11 @@ def with_exact(case: Case, exact: ExactTokens) -> tuple[Case, tuple[Tensor, Tens
     constant = random(shape.num_kv_heads, shape.head_dim)
     layout = replace(layout, exact=exact)
     parameters = replace(p, layout=layout, output_basis=basis, value_constant=constant)
-    sizes = [(batch_size, heads, seq_len, shape.head_dim) for heads in (shape.num_heads, *2 * (shape.num_kv_heads,))]
-    return replace(case, parameters=parameters), tuple(random(*size) for size in sizes)
+    size = batch_size, shape.num_kv_heads, seq_len, shape.head_dim
+    return replace(case, parameters=parameters), (random(*size), random(*size))
 
 
-def expected(case: Case, states: tuple[Tensor, Tensor, Tensor], allowed: Tensor, exact: Tensor) -> Tensor:
+def expected(case: Case, states: tuple[Tensor, Tensor], allowed: Tensor, exact: Tensor) -> Tensor:
     """One softmax over both kinds of keys, head by head, [batch_size, seq_len, heads * head_dim] in float64.
 
     Args:
@@ -48,7 +48,7 @@ def expected(case: Case, states: tuple[Tensor, Tensor, Tensor], allowed: Tensor,
         basis = p.output_basis.unflatten(0, (p.layout.group_size, -1))[within][:, before : before + width].double()
         coded = latents[..., start : start + width] @ basis.T + p.value_constant[head // of_kv].double()
         start += width
-        query, key, value = (x.double() for x in (states[0][:, head], *(s[:, head // of_kv] for s in states[1:])))
+        query, key, value = (x.double() for x in (case.query[:, head], *(s[:, head // of_kv] for s in states)))
         logits = query @ key.mT * p.scaling
         if p.softcap is not None:
             logits = p.softcap * torch.tanh(logits / p.softcap)

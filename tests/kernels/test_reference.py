@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import POST_ROPE
 from rotor.checkpoint.rows import NumberRow
-from rotor.kernels.reference import attention
+from rotor.kernels.reference.attention import attention
 from rotor.kernels.rotary import when_read
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.passes import TokenSpan
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.rope import TokenSpan
 from rotor.runtime.steps import AttentionCall, RowStore
 from support import kernel_truth
 

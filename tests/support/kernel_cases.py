@@ -10,9 +10,9 @@ from torch import Tensor
 
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row, RowScale
+from rotor.kernels.exact_slots import ExactSlots
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import rotate
-from rotor.kernels.slots import ExactSlots
 from rotor.tools.bench.attention import with_scales
 from support import kernel_truth as truth
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rotor.kernels.exact_slots import ExactSlots
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.rotary import Rotation, rotate, when_read
 from rotor.kernels.rows import read_class
-from rotor.kernels.slots import ExactSlots
 
 
 def attention(

@@ -14,7 +14,7 @@ import math
 
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.checkpoint.tensors import BASES, layer_tensors
-from rotor.kernels.reference import fused_width
+from rotor.kernels.reference.attention import fused_width
 
 
 def layer_flops(layout: LayerLayout, shape: AttentionShape, tokens: int) -> float:

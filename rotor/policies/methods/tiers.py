@@ -14,7 +14,7 @@ from torch.nn import functional
 from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
 from ...kernels.parameters import AttentionParameters, seq_len_of
-from ...kernels.reference import join, partial_attention
+from ...kernels.reference.attention import join, partial_attention
 from ...kernels.rotary import Rotation
 from ...kernels.rows import resize_layer
 from ...runtime.steps import AttentionCall

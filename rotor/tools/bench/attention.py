@@ -21,13 +21,14 @@ from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ...checkpoint.rows import RowScale
 from ...checkpoint.tensors import BASES, FLOAT32, layer_tensors
 from ...errors import NumericsError
-from ...kernels import reference
 from ...kernels.defaults import default_layer
 from ...kernels.dispatch import layer_served
-from ...kernels.exact import ExactKeys, RowKeys, attend_to_both
+from ...kernels.exact_slots import ExactSlots
 from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...kernels.passes import Pass
+from ...kernels.reference.attention import attention
+from ...kernels.reference.exact import ExactKeys, RowKeys, attend_to_both
 from ...kernels.rotary import Rotation, rotate, when_read
-from ...kernels.slots import ExactSlots
 from .records import quartiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -73,7 +74,7 @@ class Problem:
     def kv_len(self) -> int:
         return self.key.shape[2]
 
-    def exact(self) -> Tensor:
+    def unrounded(self) -> Tensor:
         """The float64 value of the last CHECKED_QUERIES queries."""
         count, p = min(self.seq_len, CHECKED_QUERIES), self.parameters
 
@@ -81,16 +82,16 @@ class Problem:
             return x if x is None or not x.is_floating_point() else x.double()
 
         names = ("query_basis", "key_constant", "output_basis", "value_constant")
-        exact = replace(p, **{name: wide(getattr(p, name)) for name in names})
+        widened = replace(p, **{name: wide(getattr(p, name)) for name in names})
         query = wide(self.query).narrow(1 if self.query.dim() == 3 else 2, self.seq_len - count, count)
         rotation = self.rotation and when_read((wide(self.rotation[0]), wide(self.rotation[1])), self.layout.form)
         mask = torch.ones(count, self.kv_len, dtype=torch.bool, device=self.key.device).tril(self.kv_len - count)
         key, value, slots = wide(self.key), wide(self.value), self.slots
         if slots is None:
-            return reference.attention(query, key, value, exact, rotation, mask[None, None])
+            return attention(query, key, value, widened, rotation, mask[None, None])
         held, coded = held_exactly(slots, self.kv_len)
         held = held._replace(key=wide(held.key), value=wide(held.value))
-        return attend_to_both(query, held, RowKeys(query, key, value, rotation, coded), exact)
+        return attend_to_both(query, held, RowKeys(query, key, value, rotation, coded), widened)
 
 
 def held_exactly(slots: ExactSlots, kv_len: int) -> tuple[ExactKeys, Tensor]:
@@ -204,7 +205,7 @@ def kernel(problem: Problem, kernels: LayerKernels | None = None) -> Call:
 
     p = problem
     launches = kernels or default_layer(p.parameters.layout)
-    options: dict[str, Any] = {"rotation": p.rotation, "layer_idx": 0, "exact": p.slots}
+    options: dict[str, Any] = {"rotation": p.rotation, "exact": p.slots, "now": Pass()}
     return lambda: rows_attention(p.query, p.key, p.value, p.parameters, launches, **options)
 
 
@@ -218,7 +219,7 @@ def pytorch_path(problem: Problem) -> Call:
         held, coded = held_exactly(p.slots, p.kv_len)
         rows = RowKeys(p.query, p.key, p.value, rotation, coded)
         return lambda: attend_to_both(p.query, held, rows, p.parameters)
-    return lambda: reference.attention(p.query, p.key, p.value, p.parameters, rotation)
+    return lambda: attention(p.query, p.key, p.value, p.parameters, rotation)
 
 
 def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
@@ -265,7 +266,7 @@ def bench_layer(
         left_out["rotor, prompts"] = "a prompt reads no row: it is SDPA over the keys and values that the model made"
     else:
         problem = random_problem(layout, shape, *load, dtype, generator)
-        compressed = problem.exact()
+        compressed = problem.unrounded()
         if device.type == "cuda" and layer_served(layout, shape, dtype, device):
             rows["rotor, kernel"] = kernel(problem), compressed
         else:
@@ -284,10 +285,10 @@ def bench_layer(
     return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, (call, _) in rows.items()}
 
 
-def relative_error(output: Tensor, exact: Tensor) -> float:
-    """Relative error of the last queries, those that `exact` has; NaN where `output` has one."""
-    got = output[:, -exact.shape[1] :].double()
-    return float((got - exact).norm() / exact.norm().clamp(min=1e-30))
+def relative_error(output: Tensor, unrounded: Tensor) -> float:
+    """Relative error of the last queries, those that `unrounded` has; NaN where `output` has one."""
+    got = output[:, -unrounded.shape[1] :].double()
+    return float((got - unrounded).norm() / unrounded.norm().clamp(min=1e-30))
 
 
 def timed(call: Call, device: torch.device, repetitions: int) -> dict[str, float]:

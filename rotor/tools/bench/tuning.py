@@ -63,8 +63,8 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[JsonObj
     for layout, own in dict.fromkeys(zip(checkpoint.layouts, config.layers, strict=True)):
         generator = torch.Generator(device).manual_seed(0)
         problem = random_problem(layout, checkpoint.shape, batch_size, 1, tokens, torch.bfloat16, generator)
-        exact = problem.exact()
-        times = dict(search(own, layout, capability_of(device), lambda kernels: _seconds(problem, exact, kernels)))  # noqa: B023
+        truth = problem.unrounded()
+        times = dict(search(own, layout, capability_of(device), lambda kernels: _seconds(problem, truth, kernels)))  # noqa: B023
         best = min(times, key=lambda kernels: times[kernels])
         chosen[layout, own] = best
         records.append({"layer": own.layout, "before_s": times[own], "after_s": times[best], "kernels": asdict(best)})
@@ -125,11 +125,11 @@ def launches(own: LayerKernels, layout: LayerLayout, capability: int) -> list[La
     return list(dict.fromkeys(tried))
 
 
-def _seconds(problem: Problem, exact: torch.Tensor, kernels: LayerKernels) -> float:
+def _seconds(problem: Problem, truth: torch.Tensor, kernels: LayerKernels) -> float:
     call = kernel(problem, kernels)
     try:
         with torch.inference_mode():
-            if not relative_error(call(), exact) <= TOLERANCE[problem.query.dtype]:
+            if not relative_error(call(), truth) <= TOLERANCE[problem.query.dtype]:
                 return float("inf")
             return step_seconds(call)
     except torch.AcceleratorError:

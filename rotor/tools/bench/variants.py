@@ -17,8 +17,8 @@ from triton.runtime import driver
 
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
-from ...kernels.decoding import DecodeLayer, block_starts, decode_attention
-from ...kernels.materialise import PagesOf, materialise
+from ...kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from ...kernels.expand import PagesOf, expand
 from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
 from ...kernels.rows import row_dtype
@@ -108,7 +108,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     pages = PagesOf(block_table, torch.ones(1).int(), torch.zeros(2).int(), 64, 64) if block_table is not None else None
     for cls in layout.classes(dtype.itemsize):
         with recorded(arch) as launched:
-            materialise(key, value, parameters, cls, dtype, rotation, pages=pages)
+            expand(key, value, parameters, cls, dtype, rotation, pages=pages)
         keep(launched, f"{{}} {cls.key.width}+{cls.value.width}x{layout.group_size}")
     if not kernels.materialise:
         layer = DecodeLayer(parameters, dtype, CPU)

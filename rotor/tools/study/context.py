@@ -71,10 +71,11 @@ class StudyContext:
     @cached_property
     def meter(self) -> FidelityMeter:
         """Measures all points, so that the uncompressed model runs once a split."""
-        return FidelityMeter(self._context, self.progress)
+        return FidelityMeter(self.evaluation_context, self.progress)
 
     @property
-    def _context(self) -> EvaluationContext:
+    def evaluation_context(self) -> EvaluationContext:
+        """The held-out text, and what prompts are made of."""
         return EvaluationContext.of(self.evaluation, self.data, self.checkpoint.tokenizer, self.checkpoint.config)
 
     @property
@@ -111,7 +112,7 @@ class StudyContext:
         """Measures the same in a network of another dtype."""
         asked = primitive_metrics(self.evaluation.metric)
         prompts = [name for name in PROMPTS if name in asked]
-        return self._bench(self._context, prompts, network)
+        return self._bench(self.evaluation_context, prompts, network)
 
     def bench_on(self, text: Tensor) -> CacheBench:
         """Measures caches on other text, [rows, seq_len]."""

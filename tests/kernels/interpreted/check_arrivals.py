@@ -27,10 +27,9 @@ def sum_kernel(parts, sums, arrived, programs):
         tl.store(sums + tl.program_id(1), total)
 
 
-@pytest.mark.parametrize("remember", [True, False])
-def test_the_last_program_sees_all_and_leaves_zeros(remember: bool) -> None:
+def test_the_last_program_sees_all_and_leaves_zeros() -> None:
     for programs in (1, 5, 3):
-        arrived = counters(4, CPU, remember)
+        arrived = counters(4, CPU)
         parts, sums = torch.zeros(4, programs, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
         sum_kernel[programs, 4](parts, sums, arrived, programs)
         assert sums.tolist() == [programs * (programs + 1) // 2] * 4
@@ -38,13 +37,15 @@ def test_the_last_program_sees_all_and_leaves_zeros(remember: bool) -> None:
 
 
 def test_launches_that_may_run_at_once_have_counters_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread keeps its own; what is not remembered takes others each time, until all are taken."""
+    """A thread keeps its own; a graph takes others each time, until all are taken."""
     own = counters(4, CPU)
     assert counters(3, CPU).data_ptr() == own.data_ptr()
     with ThreadPoolExecutor(1) as other:
         assert other.submit(counters, 4, CPU).result().data_ptr() != own.data_ptr()
     monkeypatch.setattr(arrivals, "OF_GRAPHS", 10)
     monkeypatch.setattr(arrivals, "_of_graphs", {})
-    first, second, third = (counters(4, CPU, remember=False) for _ in range(3))
+    arrivals.prepare_counters(CPU)
+    monkeypatch.setattr(arrivals, "capturing", lambda device: True)
+    first, second, third = (counters(4, CPU) for _ in range(3))
     assert (second.data_ptr() - first.data_ptr(), len(second)) == (4 * 4, 4)
     assert third.data_ptr() == first.data_ptr()

@@ -14,6 +14,7 @@ from support.quick import mostly_nightly
 from rotor.kernels import attention
 from rotor.kernels.attention import attend_pages, rows_attention
 from rotor.kernels.defaults import default_layer
+from rotor.kernels.passes import Pass
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -90,23 +91,14 @@ def test_pages(name, news, window, materialise) -> None:
     check(got, exact)
 
 
-def test_what_is_known_of_a_mask_serves_later_layers_only() -> None:
+def test_ranges_of_a_mask_are_found_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     case, seen = case_of("post", 1, 1, 40), []
-    allowed = causal(1, 1, 40).clone()
     original = attention.ranges_of
-    try:
-        attention.ranges_of = lambda *given: seen.append(1) or original(*given)
-        mask = allowed[:, None]
-        for index in (0, 1, 2):
-            attended(case, mask, layer_idx=index)
-        assert len(seen) == 1
-        mask[..., :9] = False  # changed in place: its version tells
-        check(attended(case, mask, layer_idx=3), case.exact(mask[:, 0])[0])
-        assert len(seen) == 2
-        attended(case, mask, layer_idx=4, remember=False)
-        assert len(seen) == 3
-    finally:
-        attention.ranges_of = original
+    monkeypatch.setattr(attention, "ranges_of", lambda *given: seen.append(1) or original(*given))
+    mask, now = causal(1, 1, 40).clone()[:, None], Pass()
+    for _ in range(3):
+        check(attended(case, mask, now=now), case.exact(mask[:, 0])[0])
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import KeyForm, LayerLayout
-from rotor.kernels.decoding import DecodeLayer, _memory, block_starts, decode_attention
+from rotor.kernels.decode_launch import DecodeLayer, _memory, block_starts, decode_attention
 from rotor.kernels.ranges import KeyRanges
 
 HALF, SINGLE = torch.float16, torch.float32

@@ -67,11 +67,11 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
 
     phi3 has other frequencies behind 128 tokens: the prompt ends before them, within a block.
     """
-    from rotor.kernels import decoding, stock
+    from rotor.kernels import decode_launch, stock
 
     called = []
-    finish, expand = decoding._finish, stock._expanded
-    monkeypatch.setattr(decoding, "_finish", lambda *given: called.append("finish") or finish(*given))
+    finish, expand = decode_launch._finish, stock._expanded
+    monkeypatch.setattr(decode_launch, "_finish", lambda *given: called.append("finish") or finish(*given))
     monkeypatch.setattr(stock, "_expanded", lambda *given: called.append("expand") or expand(*given))
     tolerance = 3e-2 if "codes" in request.node.name else 3e-5
     quick = "gemma2" in request.node.name
@@ -90,3 +90,30 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
         called.clear()
         error = (found[1] - found[0]).norm() / found[0].norm()
         assert error < tolerance, (kind, error)
+
+
+@pytest.mark.parametrize(
+    "model", mostly_nightly(CASES, lambda name: name.startswith(("llama, numbers", "qwen3"))), indirect=True
+)
+@pytest.mark.parametrize("order", [("reference", "triton"), ("triton", "reference")], ids=" then ".join)
+def test_one_cache_is_read_by_both(
+    order: tuple[str, str], model: Any, monkeypatch: pytest.MonkeyPatch, request
+) -> None:
+    """A prompt behind padding by one, steps and a few tokens by the other: gradients or a mask may decide so."""
+    tolerance = 3e-2 if "codes" in request.node.name else 3e-5
+    ids = torch.randint(5, 4000, (2, 31), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)  # as `generate` counts them: from the first real token
+    found = []
+    for choices in (("reference", "reference"), order):
+        cache, logits = DynamicCache(config=model.config), []
+        for start, stop in ((0, 17), (17, 18), (18, 19), (19, 23), (23, 24), (24, 31)):
+            monkeypatch.setenv("ROTOR_ATTENTION", choices[int(start > 0)])
+            with torch.no_grad():
+                given = {"attention_mask": mask[:, :stop], "past_key_values": cache}
+                given |= {"position_ids": positions[:, start:stop]} if "gpt2" not in request.node.name else {}
+                logits.append(model(ids[:, start:stop], **given).logits[:, -1])
+        found.append(torch.stack(logits, 1))
+    error = (found[1] - found[0]).norm() / found[0].norm()
+    assert error < tolerance, error

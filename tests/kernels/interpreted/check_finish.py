@@ -12,10 +12,10 @@ from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, wi
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
-from rotor.kernels import decoding
-from rotor.kernels.decoding import DecodeLayer, block_starts, decode_attention
+from rotor.kernels import decode_launch
+from rotor.kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from rotor.kernels.exact_slots import ExactSlots
 from rotor.kernels.ranges import KeyRanges, ranges_of_codes
-from rotor.kernels.slots import ExactSlots
 
 
 def check(
@@ -136,12 +136,12 @@ def test_softcap() -> None:
 
 
 def test_heads_that_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "sm_count", lambda device: 4)
+    monkeypatch.setattr(decode_launch, "sm_count", lambda device: 4)
     check(layer_of([64, 64], 1, block=64), [70, 20], per_head=4)
     check(layer_of([64], 3, block=64), [70, 20], [2, 3], per_head=3)
 
 
 def test_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "ABSORBED_BYTES", 1)
+    monkeypatch.setattr(decode_launch, "ABSORBED_BYTES", 1)
     check(layer_of([64], 1, block=64), [70, 20, 40])
     check(layer_of([64], 1, block=64), [70, 20, 40], [2, 1, 2])

@@ -1,4 +1,4 @@
-"""Prompts: stock attention over what is materialised of rows and pages, in Triton's interpreter, against float64."""
+"""Prompts: stock attention over what is expanded of rows and pages, in Triton's interpreter, against float64."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from rotor.checkpoint.rows import NumberRow
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
 from rotor.kernels.defaults import default_layer
-from rotor.kernels.materialise import PagesOf
-from rotor.kernels.slots import ExactSlots
+from rotor.kernels.exact_slots import ExactSlots
+from rotor.kernels.expand import PagesOf
 
 
 def check(got: torch.Tensor, exact: torch.Tensor) -> None:
@@ -129,7 +129,7 @@ def test_prompts_meet_latents_of_numbers_as_they_are_stored(kind: str, monkeypat
         return attend(query, key, value, **rest)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(stock, "materialise", None)
+    monkeypatch.setattr(stock, "expand", None)
     case = latents_case(kind, 2, 37, 37)
     check(prompt(case), case.exact(causal(2, 37, 37))[0])
     expected = {"apart": [(2, 24, 24, 24), (1, 24, 24, 24)], "group": [(2, 32, 32, 32)], "joint": [(2, 24, 24, 24)]}

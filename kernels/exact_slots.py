@@ -29,6 +29,14 @@ class SlotsToFill(NamedTuple):
     begin: Tensor | int
 
 
+class SlotBounds(NamedTuple):
+    """What `ExactSlots` of several layers share, in the order of its fields: places are its index."""
+
+    places: Tensor
+    first: Tensor
+    until: Tensor
+
+
 @dataclass(frozen=True)
 class ExactSlots:
     """Exact keys and values that the new tokens of a pass attend to, these tokens among them.

@@ -105,7 +105,7 @@ def rebuilt(
 
 
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
-def materialise_kernel(
+def expand_kernel(
     key, value, basis, constant, cos, sin, block_table, kv_lens, kv_start, keys, values, kv_len, first, block,
     table_stride, table_blocks, table_pages, page, key_batch, key_row, value_batch, value_row, basis_stride, key_start,
     key_group, value_start, value_group, key_words, value_words, first_head, first_column, keys_batch, keys_token,
@@ -115,7 +115,7 @@ def materialise_kernel(
     BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr, SCALED: tl.constexpr, MIDDLE: tl.constexpr,
     STEPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Expand KEYS keys of one KV head, or the values of a group; see `materialise`.
+    """Expand KEYS keys of one KV head, or the values of a group; see `expand`.
 
     Grid: blocks of KEYS keys, groups x (KV heads + 1 for values), sequences.
 
@@ -227,7 +227,7 @@ class PagesOf(NamedTuple):
     longest: int
 
 
-def materialise(
+def expand(
     key: Tensor,
     value: Tensor,
     parameters: AttentionParameters,
@@ -285,7 +285,7 @@ def materialise(
     if rotates and rotation is not None:
         cos, sin = (beginnings_of(table, layout.rope_block) for table in rotation)
     launch(
-        materialise_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
+        expand_kernel, (triton.cdiv(kv_len, KEYS), cls.count * (size + 1), batch_size), *rows,
         keys if basis is None else basis, keys if constant is None else constant, cos, sin,
         *((keys, keys, keys) if pages is None else pages[:3]), keys, values, kv_len, first, layout.rope_block or 1,
         cos.stride(-2), cos.shape[1] if cos.dim() == 3 and len(cos) > 1 else 0,

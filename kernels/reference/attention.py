@@ -16,9 +16,9 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import LayerLayout
 
+from ..parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
+from ..rotary import Rotation
 from .logits import AbsorbedBlocks, AbsorbedQueries, ClassRows, Logits, RebuiltKeys, absorbed_queries
-from .parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
-from .rotary import Rotation
 
 BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
@@ -139,13 +139,13 @@ def partial_attention(
     is_causal = attention_mask is None and seq_len > 1
     if is_causal:  # a prefill into an empty static cache: nothing attends behind the new keys
         kv_len = seq_len
-    eager_cpu = query.device.type == "cpu" and not torch.compiler.is_compiling()
+    on_cpu = query.device.type == "cpu"
     if keys is None:
         keys = range(kv_len)
-        if eager_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
+        if on_cpu and attention_mask is not None and attention_mask.shape[-1] == kv_len:
             keys = _attended(attention_mask)
     index = torch.arange(kv_len if is_causal else 0, device=query.device)
-    absorb = eager_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
+    absorb = on_cpu and key_rotation is not None and _may_absorb(parameters, seq_len, key_rotation)
 
     def active(start: int) -> slice:
         return slice(start if is_causal else 0, None)
@@ -284,9 +284,7 @@ def dense_attention(
     """
     seq_len, kv_len = query.shape[2], key.shape[2]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling  # of the width before it is padded below
-    is_causal = False
-    if attention_mask is None and seq_len > 1:  # a branch, since torch.compile would make the condition symbolic
-        is_causal = True
+    is_causal = attention_mask is None and seq_len > 1
     if is_causal and kv_len > seq_len:
         # A prefill into an empty static cache: nothing attends behind the new keys, so leave that part out.
         key, value = key[:, :, :seq_len], value[:, :, :seq_len]
@@ -297,8 +295,8 @@ def dense_attention(
         logits = masked(scaled_and_capped(logits, scaling, softcap), attention_mask)
         # A query that may attend to nothing (padding) gives zeros, as in scaled_dot_product_attention.
         if sinks is not None:
-            own = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-            logits = torch.cat([logits, own], dim=-1)
+            sink_logits = sinks.to(logits.dtype).reshape(key.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
+            logits = torch.cat([logits, sink_logits], dim=-1)
         weights = torch.softmax(logits, dim=-1).nan_to_num().to(value.dtype)[..., : key.shape[2]]
         output = (weights.flatten(2, 3) @ value).unflatten(2, weights.shape[2:4])
         return output.permute(0, 3, 1, 2, 4).flatten(2)

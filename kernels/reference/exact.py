@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .parameters import AttentionParameters, masked, scaled_and_capped
-from .reference import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, partial_attention, project_heads, project_keys
-from .rotary import Rotation
+from ..parameters import AttentionParameters, masked, scaled_and_capped
+from ..rotary import Rotation
+from .attention import BLOCK_ELEMENTS_CPU, BLOCK_ELEMENTS_GPU, partial_attention, project_heads, project_keys
 
 
 class ExactKeys(NamedTuple):
@@ -92,8 +92,8 @@ def exact_attention(query: Tensor, exact: ExactKeys, parameters: AttentionParame
     block = max(16, budget // max(1, key.shape[2] * shape.num_heads * len(query)))
     outputs, sums = [], []
     for start in range(0, query.shape[2], block):
-        own = queries[..., start : start + block, :]
-        logits = (own.flatten(2, 3) @ key.mT).unflatten(2, own.shape[2:4])
+        block_query = queries[..., start : start + block, :]
+        logits = (block_query.flatten(2, 3) @ key.mT).unflatten(2, block_query.shape[2:4])
         logits = scaled_and_capped(logits, parameters.scaling, parameters.softcap)
         whole = mask is None or mask.shape[2] == 1
         logits = masked(logits, mask if whole else mask[:, :, start : start + block])  # type: ignore[index]
@@ -101,7 +101,7 @@ def exact_attention(query: Tensor, exact: ExactKeys, parameters: AttentionParame
         largest = largest.masked_fill(largest == -torch.inf, 0.0)
         weight = torch.exp(logits - largest)
         total = weight.sum(-1, keepdim=True)
-        attended = (weight.flatten(2, 3) @ value).unflatten(2, own.shape[2:4])
+        attended = (weight.flatten(2, 3) @ value).unflatten(2, block_query.shape[2:4])
         outputs.append(attended / total.masked_fill(total == 0.0, 1.0))
         sums.append(largest + total.log())
     output, log_sum = (torch.cat(parts, 3) if len(parts) > 1 else parts[0] for parts in (outputs, sums))
@@ -122,9 +122,11 @@ def read_values(latents: Tensor, parameters: AttentionParameters) -> Tensor:
     parts, column = [], 0
     for cls, basis in zip(layout.classes(), parameters.output_bases(), strict=True):
         size = heads * cls.count * cls.value.width
-        own = latents[..., column : column + size]
-        own = own.unflatten(-1, (cls.count, layout.group_size, parameters.shape.heads_per_kv, cls.value.width))
-        parts.append(torch.einsum("bsngpw,ngdw->bsngpd", own, basis.to(own.dtype)).flatten(2, 3))
+        class_latents = latents[..., column : column + size]
+        class_latents = class_latents.unflatten(
+            -1, (cls.count, layout.group_size, parameters.shape.heads_per_kv, cls.value.width)
+        )
+        parts.append(torch.einsum("bsngpw,ngdw->bsngpd", class_latents, basis.to(class_latents.dtype)).flatten(2, 3))
         column += size
     values = torch.cat(parts, 2) if len(parts) > 1 else parts[0]
     if parameters.value_constant is not None:

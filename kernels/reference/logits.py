@@ -10,12 +10,12 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from .parameters import AttentionParameters
-from .rotary import Rotation, rotate
-from .rows import read_class
+from ..parameters import AttentionParameters
+from ..rotary import Rotation, rotate
+from ..rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
-"""True where this CPU multiplies bfloat16. The private name may go, and must not be called while a model is traced."""
+"""True where this CPU multiplies bfloat16. The private name may go."""
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -37,8 +37,8 @@ def absorbed_queries(query: Tensor, parameters: AttentionParameters, cls: GroupC
         first, size = cls.key_column * heads, cls.count * heads * cls.key.width
         packed = query[..., first : first + size].unflatten(-1, (cls.count, heads, cls.key.width))
         return packed.permute(0, 2, 3, 1, 4)
-    own = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
-    return torch.einsum("bngpsd,ngdr->bngpsr", own, parameters.basis(cls).to(query.dtype)).flatten(2, 3)
+    class_query = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
+    return torch.einsum("bngpsd,ngdr->bngpsr", class_query, parameters.basis(cls).to(query.dtype)).flatten(2, 3)
 
 
 def products(
@@ -91,7 +91,7 @@ class ClassRows(NamedTuple):
         return read_class(rows, c.value, c.value_byte, c.value_stride, c.count, self.wide).transpose(1, 2)
 
     def keys(self, part: slice, rotation: Rotation | None) -> Tensor:
-        """Materialised keys, rotated where they are not stored so, [batch_size, count, group_size, keys, head_dim]."""
+        """Expanded keys, rotated where they are not stored so, [batch_size, count, group_size, keys, head_dim]."""
         basis, constant = self.parameters.basis(self.cls), self.parameters.constant(self.cls)
         keys = torch.einsum("bnlr,ngdr->bngld", self.latents(part).to(basis.dtype), basis)
         if constant is not None:

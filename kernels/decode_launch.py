@@ -21,6 +21,7 @@ from rotor.errors import UsageError
 from .absorb import absorb_kernel
 from .decode import MOVES, decode_kernel, sixteenth
 from .defaults import decode_tile, slices_per_sm
+from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
@@ -28,7 +29,6 @@ from .parameters import AttentionParameters
 from .ranges import KeyRanges
 from .rotary import Rotation, beginnings_of
 from .rows import as_loaded
-from .slots import ExactSlots
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
@@ -119,8 +119,8 @@ class DecodeLayer:
         value_widths = [group.values.width // self.operands for group in layout.groups]
         self.columns, self.value_columns = (-(-max(side) // LEAST_PART) * LEAST_PART for side in (widths, value_widths))
         self.part = part_of(self.columns)
-        self.exact = set(widths) == {self.columns}
-        self.value_exact = set(value_widths) == {self.value_columns}
+        self.full = set(widths) == {self.columns}
+        self.value_full = set(value_widths) == {self.value_columns}
         self.row_size = layout.word_bytes(dtype.itemsize)
         offsets = [[byte // self.row_size for byte in both] for both in layout.byte_offsets(dtype.itemsize)]
         self.key_align, self.value_align = (math.gcd(16, *(pair[side] for pair in offsets)) for side in (0, 1))
@@ -167,8 +167,8 @@ class DecodeLayer:
         """
         assert self.basis is not None
         width = self.layout.groups[group].key.width
-        own = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
-        columns = _pad(own.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        basis = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
+        columns = _pad(basis.unflatten(-1, (self.operands, -1)), self.columns).clone()
         if self.scaled:
             columns[:, :, 0, SCALE_SLOT] = 0  # in place of the scale is read what stands for 1
         for j in range(self.operands if self.word_operands else 0):
@@ -181,17 +181,17 @@ class DecodeLayer:
     def _scaled_constant(self) -> Tensor:
         """The constant keys that scales multiply, [num_kv_heads, head_dim], float32."""
         assert self.basis is not None
-        found, first = [], SCALE_SLOT
+        constants, first = [], SCALE_SLOT
         for group in self.layout.groups:
-            found.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
+            constants.append(self.basis[:, first].float().unflatten(0, (self.heads, -1)))
             first += group.key.width
-        return torch.cat(found)
+        return torch.cat(constants)
 
     def _absorb_basis(self) -> tuple[Tensor, Tensor]:
         """The basis and the constants that `absorb` multiplies with, see `absorb_kernel`."""
-        found, first = [], 0
+        bases, first = [], 0
         for g, group in enumerate(self.layout.groups):
-            found.append(self._in_chunks(self._columns(g, first)))
+            bases.append(self._in_chunks(self._columns(g, first)))
             first += group.key.width
         keys = [self.constant, self.scaled_constant]
         columns = torch.zeros(self.shape.num_kv_heads, self.shape.head_dim, 8, device=self.device)
@@ -199,7 +199,7 @@ class DecodeLayer:
             if key is not None:
                 columns[..., column] = key.to(self.dtype)
                 columns[..., column + 1] = key.float() - columns[..., column]
-        basis, constants = torch.stack(found), self._in_chunks(columns)
+        basis, constants = torch.stack(bases), self._in_chunks(columns)
         return basis.to(self.dtype).contiguous(), constants.to(self.dtype).contiguous()
 
     def _in_chunks(self, rows: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class DecodeLayer:
             "ROWS": max(8, triton.next_power_of_2(tokens * self.group_rows)), "COLUMNS": self.columns,
             "PART": self.part, "VALUE_COLUMNS": self.value_columns,
             "VALUE_PART": max(part_of(self.value_columns), min(MOST_PART, LEAST_PART * tiles.warps)),
-            "EXACT": self.exact, "VALUE_EXACT": self.value_exact, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
+            "FULL": self.full, "VALUE_FULL": self.value_full, "PAGE": page, "MASK": mask, "SOFTCAP": softcap,
             "KEYS": keys, "STAGES": tiles.stages, "SPREAD": min(keys, 16 * tiles.warps),
             "MOVE": MOVES,
             "PRECISION": precision(self.dtype), "ASM": assembled(),
@@ -295,7 +295,6 @@ def decode_attention(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     attended: KeyRanges | None = None,
-    remember: bool = True,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -312,8 +311,6 @@ def decode_attention(
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`ranges.ranges_of_codes`).
-        remember: keep memory for other launches. What compiled code launches may not: its
-            memory is that of a CUDA graph, which uses it again.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
@@ -371,7 +368,7 @@ def decode_attention(
             -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
             slots * layer.operands * layer.value_columns, slots,
         )  # fmt: skip
-        memory = _memory(sizes, key.device, remember)
+        memory = _memory(sizes, key.device)
         absorbed, constant, partial, partial_lse = memory[0].view(layer.dtype), *memory[1:]
         none = begin  # stands for a tensor that a kernel does not read
         with device_guard(key.device):
@@ -441,15 +438,14 @@ class _Buffers(threading.local):
 _buffers = _Buffers()
 
 
-def _memory(sizes: tuple[int, ...], device: torch.device, remember: bool = True) -> list[Tensor]:
+def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
     """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
 
-    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool, and so do the runs
-    by which torch.compile prepares a capture, which must not be remembered.
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
     """
     whole = [-(-size // 64) * 64 for size in sizes]
     memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    kept = remember and not capturing(device)
+    kept = not capturing(device)
     if kept:
         memory = _buffers.by_stream.get(place)
     if memory is None or memory.numel() < sum(whole):
@@ -524,7 +520,7 @@ def finish_constants(layer: DecodeLayer, tokens: int, tiles: Tile, share: int, m
     return {
         "CODED": layer.word_operands, "HEADS": layer.heads, "PER_HEAD": layer.per_head, "SHARE": share,
         "TOKENS": tokens, "APART": apart, "ROWS": max(8, apart), "HEAD_DIM": layer.shape.head_dim, "DIM": dim,
-        "BASIS_ALIGN": layer.output_align, "VALUE_COLUMNS": layer.value_columns, "VALUE_EXACT": layer.value_exact,
+        "BASIS_ALIGN": layer.output_align, "VALUE_COLUMNS": layer.value_columns, "VALUE_FULL": layer.value_full,
         "COLUMNS": columns, "STEP": layer.step(tiles), "SLICES": max(2, min(32, JOINED // (columns * apart))),
         "KEYS": EXACT_KEYS if dim <= 128 else EXACT_KEYS // 2, "STAGES": 2,
         "CONSTANT": layer.value_constant is not None, "MASK": mask, "SOFTCAP": layer.softcap is not None,

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from ..parameters import AttentionParameters
+from ..rotary import Rotation
+from .attention import dense_attention
 from .logits import ClassRows
-from .parameters import AttentionParameters
-from .reference import dense_attention
-from .rotary import Rotation
 
 QUERY_BLOCK = 128
 """Queries that read keys together. Each block reads as many keys, and those that are exact for its first one."""
@@ -24,7 +23,7 @@ def decoded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    exact: tuple[Tensor, Tensor, Tensor],
+    exact: tuple[Tensor, Tensor],
     parameters: AttentionParameters,
     key_rotation: Rotation | None = None,
     attention_mask: Tensor | None = None,
@@ -36,8 +35,8 @@ def decoded_attention(
 
     Args:
         query, key, value, key_rotation, attention_mask: as in `reference.attention`, of the same tokens.
-        exact: queries [batch_size, num_heads, seq_len, head_dim], keys and values [batch_size, num_kv_heads, seq_len,
-            head_dim] as the model makes them, KV heads in the order of the layout.
+        exact: keys and values as the model makes them, [batch_size, num_kv_heads, seq_len, head_dim], KV heads in the
+            order of the layout; keys rotated as queries are.
         prompt: tokens that came at once, which see each other exactly. begin: [batch_size], index of each sequence's
             first real token; None: 0.
     Returns:
@@ -45,24 +44,18 @@ def decoded_attention(
     """
     tokens = parameters.layout.exact
     assert tokens is not None
-    seq_len = exact[0].shape[2]
+    exact_key, exact_value = exact
+    seq_len = exact_key.shape[2]
     prompt = min(prompt, seq_len)
     mask = parameters.mask(attention_mask, slice(None))
     if mask is not None:
         mask = mask.expand(-1, -1, seq_len, seq_len)
-    exact_query, exact_key, exact_value = exact
     given = slice(0, prompt)
-    own = None if mask is None else mask[:, :, given, given]
-    outputs = [_attend(exact_query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, own)]
+    prompt_mask = None if mask is None else mask[:, :, given, given]
+    outputs = [_attend(query[:, :, given], exact_key[:, :, given], exact_value[:, :, given], parameters, prompt_mask)]
     if prompt == seq_len:
         return outputs[0]
     coded_key, coded_value = _expanded(key, value, parameters, key_rotation, query.dtype)
-    if exact_query is not query:
-        # The model counts positions from the first real token, codes from the first of the row: each query meets either
-        # kind of key in dimensions of its own.
-        width = query.shape[-1]
-        query = torch.cat([query, exact_query], dim=-1)
-        coded_key, exact_key = functional.pad(coded_key, (0, width)), functional.pad(exact_key, (width, 0))
     if begin is None:
         begin = torch.zeros(1, dtype=torch.int64, device=query.device)
     index = torch.arange(seq_len, device=query.device).expand(len(begin), -1)
@@ -116,7 +109,7 @@ def _expanded(
         keys.append(side.keys(slice(None), rotation).flatten(1, 2))
         latents = side.values(slice(None))
         values.append(torch.einsum("bnlw,ngdw->bngld", latents, basis.to(latents.dtype)).flatten(1, 2))
-    found = torch.cat(values, dim=1)
+    whole = torch.cat(values, dim=1)
     if parameters.value_constant is not None:
-        found = found + parameters.value_constant[:, None]
-    return torch.cat(keys, dim=1), found.to(dtype)
+        whole = whole + parameters.value_constant[:, None]
+    return torch.cat(keys, dim=1), whole.to(dtype)

@@ -1,0 +1,111 @@
+"""`rotor study --parts long`: prompts with questions at their end, each read once by every cache."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+from support.paths import DEMO_MODEL
+
+from rotor.errors import DataError
+from rotor.models.source import Checkpoint
+from rotor.recipe.sections import Evaluation
+from rotor.search.evaluation.prompts import EvaluationContext
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.long_prompts import TASKS, long_prompt
+from rotor.tools.study.parts import long
+from rotor.tools.study.study import study
+
+TOKENS = 1024
+SETTINGS = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=128", "codes.tokens=512", "groups.size=2"]
+SETTINGS += ["evaluation.search_tokens=128", "evaluation.report_tokens=128", "evaluation.seq_len=64"]
+
+
+@pytest.fixture(scope="module")
+def context() -> EvaluationContext:
+    """The bundled model's tokenizer, and text of numbers of its vocabulary."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    text = torch.arange(300, 700)
+    rows = {split: text[None, :64] for split in ("search", "report")}
+    return EvaluationContext(Evaluation(), rows, checkpoint.tokenizer, checkpoint.config, {"report": text})
+
+
+def test_a_prompt_states_what_is_asked(context: EvaluationContext) -> None:
+    prompt = long_prompt(context, 1500, 3)
+    assert len(prompt.tokens) == 1500
+    assert context.tokenizer is not None
+    text = context.tokenizer.decode(prompt.tokens)
+    assert list(dict.fromkeys(question.task for question in prompt.questions)) == list(TASKS)
+    for question in prompt.questions:
+        answer = context.tokenizer.decode(question.answer).strip()
+        assert answer in text
+        asked = context.tokenizer.decode([*question.asked, *question.answer])
+        assert asked.endswith(context.tokenizer.decode(question.answer))
+    assert long_prompt(context, 1500, 3) == prompt
+    assert long_prompt(context, 1500, 4) != prompt
+
+
+def test_commonest_word_and_chain_of_variables(context: EvaluationContext) -> None:
+    """What is asked follows from what is stated."""
+    assert context.tokenizer is not None
+    prompt = long_prompt(context, 1500, 5)
+    text = context.tokenizer.decode(prompt.tokens)
+    listed = text.partition("List of words: ")[2].partition(".")[0].split(", ")
+    answers = {q.task: context.tokenizer.decode(q.answer).strip() for q in prompt.questions}
+    assert max(set(listed), key=listed.count) == answers["commonest word"]
+    number = answers["variables"]
+    first = next(line for line in text.splitlines() if line.endswith(f"_id = {number}")).partition(" = ")[0]
+    second = next(line for line in text.splitlines() if line.endswith(f"_id = {first}")).partition(" = ")[0]
+    assert any(line.endswith(f"_id = {second}") for line in text.splitlines())
+
+
+def test_too_few_tokens_or_no_tokenizer(context: EvaluationContext) -> None:
+    with pytest.raises(DataError, match="1023 tokens are too few, expected at least 1024"):
+        long_prompt(context, 1023, 0)
+    without = EvaluationContext(context.spec, context.rows, None, context.config)
+    with pytest.raises(DataError, match="tokenizer with character offsets"):
+        long_prompt(without, TOKENS, 0)
+
+
+def test_a_study_asks_every_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers behind an uncompressed cache are those of one pass over all; a second start measures nothing."""
+    monkeypatch.setattr(long, "LENGTHS", (TOKENS,))
+    monkeypatch.setattr(long, "PROMPTS", 1)
+    found = []
+    measure = long.measure
+
+    def with_a_whole_pass(study: StudyContext, tokens: int, policy=None):
+        if not found:
+            prompt = long_prompt(study.evaluation_context, tokens, 0)
+            found.append(long.answers(study, prompt))
+            found.append([whole_pass(study, prompt.tokens, question) for question in prompt.questions])
+        return measure(study, tokens, policy)
+
+    monkeypatch.setattr(long, "measure", with_a_whole_pass)
+    given = {"parts": ["long"], "sizes": [600], "plots": False}
+    result = study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given)
+    names = ["uncompressed", "fp8, one scale", "KIVI-4", "4 bits a token and head", "rotor, 600 bytes"]
+    assert list(result.records) == [f"long/{name}, {TOKENS} tokens" for name in names]
+    sizes = [record["kv_bytes_per_token"] for record in result.records.values()]
+    assert (sizes[0], sizes[1], sizes[3]) == (2560, 1280, 720)
+    assert 0.9 * 600 < sizes[4] - 132 * 2560 / TOKENS <= 600  # behind tokens that are exact
+    behind_cache, whole = found
+    assert [exact for exact, _ in behind_cache] == [exact for exact, _ in whole]
+    assert [one for _, one in behind_cache] == pytest.approx([one for _, one in whole], abs=1e-3)
+    with (tmp_path / "study/long.csv").open() as file:
+        assert len(list(csv.DictReader(file))) == len(names) * len(TASKS)
+    assert "| 1,024 tokens | bytes | mean |" in (tmp_path / "study/summary.md").read_text()
+    assert study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given).added == 0
+
+
+def whole_pass(study: StudyContext, prompt: list[int], question) -> tuple[bool, float]:
+    """What `long.answers` gives, of one pass without a cache."""
+    tokens = torch.tensor([[*prompt, *question.asked, *question.answer]])
+    with torch.inference_mode():
+        logits = study.network.model(tokens, use_cache=False).logits[0].float().log_softmax(-1)
+    answer = torch.tensor(question.answer)
+    scored = logits[-1 - len(answer) : -1]
+    exact = bool((scored.argmax(-1) == answer).all())
+    return exact, float(scored.gather(-1, answer[:, None]).sum())
