@@ -46,7 +46,7 @@ REFUSED = {
     ("bench", "OUT", "--batch", "0"): (2, "--batch 0: expected whole numbers"),
     ("compile", "OUT"): (2, "OUT: no such folder"),
     ("study", ".", "-o", "STUDY", "--recipes", "fcd"): (2, "did you mean 'fdc'"),
-    ("generate", "OUT"): (2, "got neither of PROMPT and --prompt-file"),
+    ("generate", "OUT"): (2, "got neither of PROMPT and --prompt-file, and stdin is no terminal to chat in"),
     ("generate", "OUT", "x", "--prompt-file", "y"): (2, "got both of PROMPT and --prompt-file"),
     ("generate", "OUT", "--prompt-file", "y"): (2, "--prompt-file y: cannot be read (No such file or directory)"),
     ("run", "no-such-program"): (2, "rotor run no-such-program: no such program"),

@@ -39,7 +39,7 @@ def test_main_job(recipe: str, run_copy, tmp_path: Path, capsys) -> None:
     shares = run.info.get("fisher_top_share", [])
     assert len(shares) == (5 if recipe == "rotor" else 0)
     assert all(0.001 <= share < 1 for share in shares)
-    _print_run(run, measurable=True)
+    _print_run(run, measurable=True, verbose=True)
     assert ("in the top 0.1 % of tokens: 0." in capsys.readouterr().out) == (recipe == "rotor")
     first = export(run.folder, tmp_path / "out", accuracy=0.95)
     assert first.measured_points >= 2

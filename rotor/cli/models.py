@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..errors import UsageError
 from ..logs import is_first_process, printable
 from ..recipe.requests import GenerationOptions, InspectionRequest
 from .app import command
+from .console import say
 from .options import Json, OutputOptions
 
 if TYPE_CHECKING:
@@ -41,15 +43,19 @@ def generate(
 ) -> None:
     """Continue a prompt with transformers' generate(); a model with a chat template answers it.
 
-    Text is printed as it is generated; with --json one object at the end.
+    Text is printed as it is generated; with --json one object at the end. Without a prompt it is a chat in the
+    terminal, whose cache is kept from turn to turn: /new begins another one, /exit or Ctrl-D ends it.
 
     Args:
         folder: A compressed checkpoint (or any model's folder or hub id).
-        prompt: Text to continue, or to answer.
+        prompt: Text to continue, or to answer; without one, a chat.
         prompt_file: A file in UTF-8 with the prompt, or - for stdin; its last line break is dropped.
     """
     from ..models.hub import check_name
 
+    if prompt is None and prompt_file is None:
+        _chat(folder, options, output)
+        return
     if options.parallel is not None and prompt_file == "-":
         raise UsageError("--prompt-file -: several processes cannot all read stdin.", "Give a file.")
     text = _read_prompt(prompt, prompt_file)
@@ -64,6 +70,56 @@ def generate(
         output.show(result, print)
 
 
+def _chat(folder: str, options: GenerationOptions, output: OutputOptions) -> None:
+    """Talk in the terminal."""
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "got neither of PROMPT and --prompt-file, and stdin is no terminal to chat in.",
+            'Example: rotor generate OUT "Once upon a time"; for text of a pipe: --prompt-file -',
+        )
+    of_one_answer = {
+        "--json": output.as_json,
+        "--parallel": options.parallel is not None,
+        "--cache-file": options.cache_file is not None,
+        "--save-cache": options.save_cache is not None,
+        "--cache-level": options.cache_level != "none",
+    }
+    for option, given in of_one_answer.items():
+        if given:
+            raise UsageError(f"{option}: not in a chat.", "Give a PROMPT or --prompt-file, too.")
+    from ..models.hub import check_name
+
+    check_name(folder)
+
+    from ..tools.chat import Chat
+
+    with suppress(ImportError):
+        import readline  # noqa: F401 lets input() edit lines and remember them
+
+    chat = Chat(folder, options, output.progress())
+    say("/new begins another conversation, Ctrl-C stops an answer, /exit or Ctrl-D ends.")
+    while (said := _turn()) not in (None, "/exit"):
+        try:
+            if said == "/new":
+                chat.forget()
+            elif said:
+                chat.say(said, _show)
+                print()
+        except UsageError as error:
+            say(f"{error.message} {error.hint}")
+        except KeyboardInterrupt:
+            say("\nThis turn was forgotten.")
+
+
+def _turn() -> str | None:
+    """What the user says next; None at the end."""
+    try:
+        return input("> ").strip()
+    except EOFError:
+        print()
+        return None
+
+
 def _show(text: str) -> None:
     sys.stdout.write(printable(text))
     sys.stdout.flush()
@@ -71,9 +127,8 @@ def _show(text: str) -> None:
 
 def _read_prompt(prompt: str | None, file: str | None) -> str:
     """Read the prompt, which is given in one of two ways."""
-    if (prompt is None) == (file is None):
-        got = "both" if file is not None else "neither"
-        raise UsageError(f"got {got} of PROMPT and --prompt-file.", 'Example: rotor generate OUT "Once upon a time"')
+    if prompt is not None and file is not None:
+        raise UsageError("got both of PROMPT and --prompt-file.", 'Example: rotor generate OUT "Once upon a time"')
     if file is None:
         assert prompt is not None
         return prompt

@@ -138,3 +138,15 @@ def in_words(chat: JsonObject) -> str:
         said += [message["content"]] if message["content"] else []
         said += [json.dumps(call.get("function", call)) for call in message.get("tool_calls") or []]
     return BETWEEN.join(said)
+
+
+def between_turns(folder: Path) -> str | None:
+    """What a model's chat template puts between an answer and what the user says next; None where it fails."""
+    said = ("first words", "an answer", "last words")
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
+    (text,) = as_chats(folder, json.dumps([{"messages": messages, "tools": None}])).get("texts", [None])
+    if text is None:
+        return None
+    before, found, rest = text.partition(said[1])
+    between, found_last, _ = rest.partition(said[2])
+    return between if said[0] in before and found and found_last else None

@@ -88,6 +88,8 @@ def save_cache(
             is empty, of another kind or of another model. CheckpointError: the disk is too small or fails.
     """
     layers = _layers_of(model)
+    if getattr(cache, "offloading", False) and torch.cuda.is_available():
+        torch.cuda.synchronize()  # copies to the host do not wait
     held = [_held_by(cache, layer) for layer in layers]
     tokens, sequences = held[0].tokens, len(held[0].keys)
     packer = _Packer(level)

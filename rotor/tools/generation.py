@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,13 @@ from ..parallel.launch import join_processes
 from ..policies import Policy, find_policy, stored_bytes, use_cache_policy
 from ..policies.fitting import fit_cache_policy
 from ..progress import Progress
-from ..recipe.requests import GenerationRequest
+from ..recipe.requests import GenerationOptions, GenerationRequest
 from ..runtime.saved_cache import check_saving, load_cache, save_cache, saved_inputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ..models.source import Checkpoint
 
 FITTED_TOKENS, FITTED_SEQ_LEN = 2048, 256
 """Tokens that a cache policy is fitted to, and those of a sequence."""
@@ -81,11 +83,7 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
     if any("\ud800" <= character <= "\udfff" for character in prompt):  # bytes of a command line, which is no UTF-8
         raise UsageError(f"the prompt is not UTF-8: {prompt!a:.80}.", "Write it in UTF-8, or give --prompt-file.")
     folder = find_model(request.folder).folder
-    checkpoint = open_model(folder)
-    fit_threads(checkpoint.total_bytes())
-    tokenizer = checkpoint.tokenizer
-    if tokenizer is None:
-        raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
+    checkpoint, tokenizer = with_tokenizer(folder)
     compute: DeviceOptions = request
     if request.parallel:
         compute = replace(request, device=join_processes(request.device))
@@ -96,19 +94,11 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
     if inputs["input_ids"].shape[1] == 0:
         raise DataError("the prompt is empty.", "Give some text to continue.")
     check_ids(inputs["input_ids"], checkpoint.config.get_text_config().vocab_size)
-    policy = None if cache is None else find_policy(cache)  # whose module a checkpoint may name
-    with progress.task("load model", None, ""):
-        model = load_model(folder, place.device, place.dtype)
-    if policy is not None and policy.needs_samples:
-        policy = _fitted(model, policy, tokenizer, progress)
-    if cache is not None:
-        use_cache_policy(model, policy)
+    model = load_with_policy(folder, place, cache, tokenizer, progress)
     if request.save_cache is not None:
         check_saving(request.save_cache, model, request.cache_level)
     torch.manual_seed(request.seed)  # transformers samples from the global generator
-    sampled = request.temperature >= 0.001
-    sampling = {"do_sample": True, "temperature": request.temperature} if sampled else {"do_sample": False}
-    streamer = None if on_text is None else _Streamer(tokenizer, on_text, skip_prompt=chat)
+    streamer = None if on_text is None else Streamer(tokenizer, on_text, skip_prompt=chat)
     waiting = progress.task("generate", None, "") if on_text is None else nullcontext()
     past = None if request.cache_file is None else _loaded(request.cache_file, model, inputs["input_ids"])
     cached_tokens = 0 if past is None else past.get_seq_length()
@@ -117,11 +107,8 @@ def _generate(request: GenerationRequest, progress: Progress) -> Continuation:
             input_ids=inputs["input_ids"],
             past_key_values=past,
             attention_mask=inputs["attention_mask"],
-            max_new_tokens=request.max_new_tokens,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-            return_dict_in_generate=True,
             streamer=streamer,
-            **sampling,
+            **generation_settings(request, tokenizer),
         )
         size_bytes = stored_bytes(output.past_key_values)
         sizes = [size_bytes] if group is None else group.of_each(size_bytes)
@@ -176,6 +163,37 @@ def _loaded(file: Path, model: PreTrainedModel, prompt: Tensor) -> DynamicCache:
     return load_cache(file, model, count)
 
 
+def with_tokenizer(folder: Path) -> tuple[Checkpoint, Any]:
+    """Open a model that writes text; raises CheckpointError where it has no tokenizer."""
+    checkpoint = open_model(folder)
+    fit_threads(checkpoint.total_bytes())
+    tokenizer = checkpoint.tokenizer
+    if tokenizer is None:
+        raise CheckpointError(f"{folder}: no tokenizer in it.", "Add tokenizer.json.")
+    return checkpoint, tokenizer
+
+
+def load_with_policy(folder: Path, place: DevicePlan, cache: str | None, tokenizer: Any, progress: Progress) -> Any:
+    """Load a model, with the cache policy of that name if one is given, fitted if it has to be."""
+    policy = None if cache is None else find_policy(cache)  # whose module a checkpoint may name
+    with progress.task("load model", None, ""):
+        model = load_model(folder, place.device, place.dtype)
+    if policy is not None and policy.needs_samples:
+        policy = _fitted(model, policy, tokenizer, progress)
+    if cache is not None:
+        use_cache_policy(model, policy)
+    return model
+
+
+def generation_settings(options: GenerationOptions, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Arguments of transformers' generate(): how long, and by which choice of tokens."""
+    sampled = options.temperature >= 0.001
+    sampling = {"do_sample": True, "temperature": options.temperature} if sampled else {"do_sample": False}
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    named = {"max_new_tokens": options.max_new_tokens, "pad_token_id": padding, "return_dict_in_generate": True}
+    return named | sampling
+
+
 def _fitted(model: PreTrainedModel, policy: Policy, tokenizer: PreTrainedTokenizerBase, progress: Progress) -> Policy:
     """The policy, fitted to text that the model writes, as nothing else is at hand."""
     config = model.config.get_text_config()
@@ -187,7 +205,7 @@ def _fitted(model: PreTrainedModel, policy: Policy, tokenizer: PreTrainedTokeniz
         return fit_cache_policy(model, policy, sequences)
 
 
-class _Streamer(TextStreamer):
+class Streamer(TextStreamer):
     """Decodes tokens as they come, whole words at a time, and passes the text on."""
 
     def __init__(
