@@ -25,7 +25,7 @@ FAST := $(wildcard $(foreach name,bases codes forms json recipe recipe_reference
 
 PAGES = README.md CONTRIBUTING.md LICENSE docs artifacts/NOTES.md artifacts/NOTES-old.md artifacts/studies artifacts/benchmarks
 
-.PHONY: docs demo demo-full reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
+.PHONY: docs demo demo-full notebook reference gpu gpu-bundle test test-fast test-slow test-vllm test-min lint setup clean
 
 # Modules are compiled when they are first imported: few of those that are installed are.
 INSTALL := pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
@@ -53,6 +53,10 @@ demo-full: setup
 	done
 	$(BIN)/rotor generate out/demo-rotor-0.99 "def main(" --max-new-tokens 40
 	$(BIN)/rotor validate $(foreach recipe,fdc rotor,$(foreach target,$(TARGETS),out/demo-$(recipe)-$(target)))
+
+# Runs artifacts/demo.ipynb, and stores what it printed.
+notebook: setup
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter execute --inplace artifacts/demo.ipynb
 
 MODEL ?= artifacts/reference-model
 REFERENCE := rotor palu fdc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ SECONDS_BETWEEN_LINES = 30.0
 clock = time.monotonic
 
 
-stdout = Console(width=None if sys.stdout.isatty() else 132)
+stdout = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 132)
 stderr = Console(stderr=True)
 
 
