@@ -34,6 +34,7 @@ from rotor.checkpoint.manifest import write_manifest
 from rotor.errors import CheckpointError, MissingError, UsageError
 from rotor.policies import H2O, use_cache_policy
 from rotor.runtime import saved_cache
+from rotor.runtime.saved_layers import layers_of
 
 EXACT = ExactTokens(first=2, newest=6)
 WITH_CRUMBS = ((16, 12, 8, 6, 6, 4, 4, 2, 2, 2), (8, 6, 4, 2))
@@ -220,6 +221,10 @@ def test_what_cannot_be_saved_or_loaded(models: Models, tmp_path: Path) -> None:
         rotor.save_cache(cache, file, tiny_model("llama"))
     with pytest.raises(UsageError, match="another model filled it"):
         rotor.save_cache(cache, file, models("keys and values apart"))
+    uneven = copy.deepcopy(cache)
+    uneven.layers[1].crop(-3)
+    with pytest.raises(UsageError, match="layers of the cache hold different numbers of tokens"):
+        rotor.save_cache(uneven, file, model)
     rotor.save_cache(cache, file, model)
     for tokens in (0, -1, PROMPT + 1):
         with pytest.raises(UsageError, match=f"tokens={tokens}: it has 1 to {PROMPT}"):
@@ -343,7 +348,7 @@ def test_the_file_says_what_it_is(models: Models, tmp_path: Path) -> None:
     rotor.save_cache(filled(model, rows, mask), tmp_path / "a", model)
     info = CacheFile(tmp_path / "a").info
     assert (info["tokens"], info["sequences"], info["level"], info["dtype"]) == (70, 3, "none", "float32")
-    windows = [layer.window for layer in saved_cache._layers_of(model)]
+    windows = [layer.window for layer in layers_of(model)]
     assert info["held"] == [70 if window is None else window - 1 for window in windows]
 
 
@@ -424,7 +429,7 @@ TEXT = "import argparse\nimport json\n\n\ndef main() -> None:\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", mostly_nightly(LEVELS, lambda level: level == "small"))
 def test_generate_goes_on_from_a_file(level: str, out: Path, tmp_path: Path, capsys: Any) -> None:
     """The tokens are those of the prompt read anew; so are those of a prompt that has a part of the file alone."""
     needs(level)

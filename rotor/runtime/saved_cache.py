@@ -6,62 +6,32 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.cache_utils import (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-)
 from transformers.utils import cached_file
 
 from ..checkpoint.cache_file import CACHE_VERSION, CacheFile, CacheInfo, check_place, write_cache_file
 from ..checkpoint.hashes import file_sha256
-from ..checkpoint.layout import ExactTokens
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.row_channels import DAMAGED, spots_of
 from ..checkpoint.row_codec import RowCodec, Zstandard, pack_numbers, unpack_numbers
 from ..checkpoint.rows import Level
 from ..errors import CheckpointError, UsageError
-from ..kernels.rows import row_dtype
-from .attention import RotorAttention
 from .beginnings import BEGINNINGS, Kept
-from .exact import (
-    FAR,
-    ExactDynamicLayer,
-    ExactSlidingWindowLayer,
-    ExactState,
-    ExactStaticLayer,
-    ExactStaticSlidingWindowLayer,
-    WithExactRows,
-    with_exact_rows,
-)
+from .exact import FAR, ExactState, with_exact_rows
 from .positions import SHIFTS
 from .rope import BlocksAsGiven
-from .steps import CacheRows
+from .saved_layers import Held, SavedLayer, held_by, layers_of
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 CHUNK_TOKENS = 8192
 """Tokens whose rows are packed together, and unpacked together where the beginning of a cache is wanted."""
-
-SAVED_LAYERS = {
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
-    ExactDynamicLayer,
-    ExactSlidingWindowLayer,
-    ExactStaticLayer,
-    ExactStaticSlidingWindowLayer,
-}
-"""Kinds of layers that hold nothing but rows and exact tokens."""
 
 
 def save_cache(
@@ -87,11 +57,15 @@ def save_cache(
         UsageError: the model is no compressed checkpoint of a folder or a hub, it follows a cache policy, or the cache
             is empty, of another kind or of another model. CheckpointError: the disk is too small or fails.
     """
-    layers = _layers_of(model)
+    layers = layers_of(model)
     if getattr(cache, "offloading", False) and torch.cuda.is_available():
         torch.cuda.synchronize()  # copies to the host do not wait
-    held = [_held_by(cache, layer) for layer in layers]
+    held = [held_by(cache, layer) for layer in layers]
     tokens, sequences = held[0].tokens, len(held[0].keys)
+    if any((own.tokens, len(own.keys)) != (tokens, sequences) for own in held):
+        raise UsageError(
+            "layers of the cache hold different numbers of tokens or sequences.", "Save it between passes of the model."
+        )
     packer = _Packer(level)
     tensors = packer.rows(layers, held)
     for layer, own in zip(layers, held, strict=True):
@@ -124,7 +98,7 @@ def save_cache(
 
 def check_saving(file: str | Path, model: PreTrainedModel, level: Level) -> None:
     """Check that a cache of the model can be saved there, before it is filled; raises UsageError as `save_cache`."""
-    _layers_of(model)
+    layers_of(model)
     _digest_of(model)
     check_place(Path(file))
     if level != "none":
@@ -142,7 +116,7 @@ def load_cache(file: str | Path, model: PreTrainedModel, tokens: int | None = No
         UsageError: the model is no compressed checkpoint or was loaded in another dtype; there are not so many tokens,
             or a layer with a sliding window no longer holds the first ones.
     """
-    layers, saved = _layers_of(model), CacheFile(Path(file))
+    layers, saved = layers_of(model), CacheFile(Path(file))
     info = saved.info
     _check_model(saved, model, layers)
     count = info["tokens"] if tokens is None else tokens
@@ -182,113 +156,6 @@ def saved_inputs(file: str | Path) -> dict[str, Tensor]:
     shape = saved.info["sequences"], saved.info["tokens"]
     names = [name for name in ("input_ids", "attention_mask") if saved.has(name)]
     return {name: _Reader(saved).checked(name, shape, torch.int64) for name in names}
-
-
-class _Layer(NamedTuple):
-    """An attention layer of a model.
-
-    place: in caches. window: tokens of its sliding window, as transformers' caches have it. exact: that it keeps.
-    """
-
-    place: int
-    module: RotorAttention
-    window: int | None
-    exact: ExactTokens | None
-
-    @property
-    def device(self) -> torch.device:
-        device: torch.device = self.module.o_proj.weight.device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of what the model computes."""
-        dtype: torch.dtype = self.module.o_proj.weight.dtype
-        return dtype
-
-    @property
-    def row_dtype(self) -> torch.dtype:
-        return row_dtype(self.module.layout, self.dtype)
-
-    @property
-    def widths(self) -> tuple[int, int]:
-        """Elements of a token's key row and value row."""
-        return self.module.layout.row_elements(self.dtype.itemsize)
-
-    def held_tokens(self, tokens: int) -> int:
-        """Tokens of which it keeps rows."""
-        return tokens if self.window is None else min(tokens, self.window - 1)
-
-
-class _Held(NamedTuple):
-    """What a cache holds of a layer: how many tokens came, the rows of the newest of them, and exact tokens."""
-
-    tokens: int
-    keys: Tensor
-    values: Tensor
-    exact: ExactState | None
-
-
-def _layers_of(model: PreTrainedModel) -> list[_Layer]:
-    """The attention layers of a model.
-
-    Raises:
-        UsageError: it is no compressed model, or keeps something else than rows and exact tokens.
-    """
-    modules = {module.layer_idx: module for module in model.modules() if isinstance(module, RotorAttention)}
-    if not modules:
-        raise UsageError("the model is no compressed checkpoint: its cache has no rows.", "Load one of rotor's.")
-    layers = []
-    for index, kind in enumerate(DynamicCache(config=model.config).layers):
-        module = modules.get(index)
-        if module is None and type(kind).__name__ == "DummyLayer":
-            continue  # reads the cache of another layer
-        if module is None or type(kind) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            raise UsageError(
-                f"layer {index} keeps a state in a {type(kind).__name__}, which a saved cache has no place for.",
-                "Save caches of models whose layers all attend to keys and values.",
-            )
-        if module.store != CacheRows():
-            raise UsageError(
-                f"layer {index}: the cache follows a policy or lies on several processes, and is not saved.",
-                "Leave the cache policy out, and run the model in one process.",
-            )
-        window = kind.sliding_window if isinstance(kind, DynamicSlidingWindowLayer) else None
-        exact, windows = module.layout.exact, module.shape.windows
-        if exact is not None:
-            exact = exact.within(windows[index] if windows else None)
-        layers.append(_Layer(index, module, window, exact))
-    return layers
-
-
-def _held_by(cache: Cache, layer: _Layer) -> _Held:
-    """What a cache holds of a layer; raises UsageError if that is nothing, or not of this model."""
-    layers = getattr(cache, "layers", [])
-    held: Any = layers[layer.place] if layer.place < len(layers) else None
-    if type(held) not in SAVED_LAYERS:
-        kind = type(cache if held is None else held).__name__
-        raise UsageError(
-            f"layer {layer.place}: a {kind} cannot be saved.",
-            "Save a DynamicCache or StaticCache that the model filled.",
-        )
-    tokens = int(held.get_seq_length())
-    if not tokens:
-        raise UsageError(
-            f"layer {layer.place}: the cache is empty.", "Fill it first: model(input_ids, use_cache=True)."
-        )
-    stored = min(tokens, held.keys.shape[2])  # a static layer has room for more
-    rows = slice(stored - layer.held_tokens(tokens), stored)
-    keys, values = held.keys[:, :, rows].detach(), held.values[:, :, rows].detach()
-    exact = held.exact_rows.state() if isinstance(held, WithExactRows) else None
-    of_model = [((1, width), layer.row_dtype) for width in layer.widths]
-    fits = [((side.shape[1], side.shape[3]), side.dtype) for side in (keys, values)] == of_model
-    if not fits or (exact is None) != (layer.exact is None) or (exact and exact.keys.dtype != layer.dtype):
-        raise UsageError(
-            f"layer {layer.place}: the cache holds keys of {keys.shape[1]} heads of {keys.shape[3]} in {keys.dtype}, "
-            f"expected {layer.widths[0]} in {layer.row_dtype}: another model filled it.",
-            "Save a cache with the model that filled it, in its dtype.",
-        )
-    return _Held(tokens, keys, values, exact)
 
 
 def _of_tokens(given: Tensor, name: str, sequences: int, tokens: int) -> Tensor:
@@ -332,7 +199,7 @@ def _name_of_beginnings(kind: str | None, block: int) -> str:
     return f"beginnings.{kind or ''}.{block}"
 
 
-def _check_model(saved: CacheFile, model: PreTrainedModel, layers: list[_Layer]) -> None:
+def _check_model(saved: CacheFile, model: PreTrainedModel, layers: list[SavedLayer]) -> None:
     """Check that a file is of the checkpoint that a model is of; raises CheckpointError or UsageError."""
     info, digest = saved.info, _digest_of(model)
     if info["checkpoint"] != digest:
@@ -351,7 +218,7 @@ def _check_model(saved: CacheFile, model: PreTrainedModel, layers: list[_Layer])
         raise CheckpointError(f"{saved.path}: {counts} layers, expected {len(layers)}.", DAMAGED)
 
 
-def _check_held(saved: CacheFile, layer: _Layer, held: int, count: int) -> None:
+def _check_held(saved: CacheFile, layer: SavedLayer, held: int, count: int) -> None:
     """Check that a layer holds what it should, and so many of the first tokens."""
     tokens = saved.info["tokens"]
     if held != layer.held_tokens(tokens):
@@ -372,7 +239,7 @@ class _Packer:
         self.level = level
         self._zstandard = None if level == "none" else Zstandard()
 
-    def rows(self, layers: list[_Layer], held: list[_Held]) -> dict[str, Tensor]:
+    def rows(self, layers: list[SavedLayer], held: list[Held]) -> dict[str, Tensor]:
         """The rows of all layers, by chunks of tokens; those of as many tokens may follow from each other."""
         found, codecs = {}, dict[tuple[int, int], RowCodec]()
         for layer, own in zip(layers, held, strict=True):
@@ -417,7 +284,7 @@ class _Reader:
             )
         return found
 
-    def rows(self, layer: _Layer, number: int, count: int) -> tuple[Tensor, Tensor]:
+    def rows(self, layer: SavedLayer, number: int, count: int) -> tuple[Tensor, Tensor]:
         """Key rows and value rows of the first `count` tokens, [batch_size, 1, tokens, elements]."""
         held, chunk_tokens, sequences = self.info["held"][number], self.info["chunk"], self.info["sequences"]
         wanted, width = min(held, count), sum(layer.widths)
@@ -452,7 +319,7 @@ class _Reader:
             )
         return torch.from_numpy(plain).flatten().view(dtype).view(shape)
 
-    def exact(self, layer: _Layer, number: int, count: int) -> ExactState:
+    def exact(self, layer: SavedLayer, number: int, count: int) -> ExactState:
         """Exact tokens of a layer of which so many of the first tokens are loaded."""
         assert layer.exact is not None
         tokens, sequences, shape = self.info["tokens"], self.info["sequences"], layer.module.shape
@@ -465,7 +332,7 @@ class _Reader:
         begin = torch.where(begin < count, begin, FAR)
         return ExactState(keys.to(layer.device), values.to(layer.device), begin, until)
 
-    def beginnings(self, layers: list[_Layer], count: int) -> Kept:
+    def beginnings(self, layers: list[SavedLayer], count: int) -> Kept:
         """Rotations of the beginnings of blocks, of layers that need them."""
         found: Kept = {}
         for layer in layers:

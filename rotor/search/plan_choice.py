@@ -79,8 +79,8 @@ def by_expected_loss(
 
     Of several plans that just reach a target on one sample of text, the one that removes most is the luckiest. So a
     curve through all that were measured decides, by a margin (see `ExpectedLoss`), and the plan that it leads to has to
-    reach the target itself. The search ends at a plan that was measured before, or within `resolution` of one and, to a
-    quarter of that, still chosen when it is measured too.
+    reach the target itself. The search ends at a plan that was measured before, or within a quarter of `resolution` of
+    one that reached the target; or within `resolution` of one and, to a quarter of that, still chosen once measured.
     """
     expected = ExpectedLoss([step.loss or 0.0 for step in steps], 1 - target)
     stored = np.array([step.stored for step in steps])
@@ -95,6 +95,8 @@ def by_expected_loss(
             index = low + 1 + int(np.abs(stored[low + 1 : high] - (stored[low] + stored[high]) / 2).argmin())
         if index in expected.measured:
             return steps[index]
+        if low >= 0 and abs(stored[index] - stored[low]) <= resolution / 4:
+            return steps[low]
         halved = gap / 2 if math.isfinite(gap) else math.inf
         near = any(abs(stored[index] - stored[other]) <= resolution for other in expected.measured)
         measured = measure(steps[index])

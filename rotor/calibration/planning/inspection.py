@@ -41,7 +41,7 @@ WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|g
 CONTEXTS = (8192, 32768, 131072)
 """Sequence lengths in tokens for which the size of the cache is shown, where the model has them."""
 
-REMOVED = (0.81, 0.88)
+REMOVED = (0.81, 0.90)
 """Shares of the rows' bytes that the recipe `rotor` removed of real models at 0.99, the least and the most
 (docs/large-models.md); what it removes of others is not predicted."""
 

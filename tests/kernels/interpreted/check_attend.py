@@ -12,7 +12,7 @@ from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_p
 from support.quick import mostly_nightly
 
 from rotor.kernels import attention
-from rotor.kernels.attention import attend_pages, rows_attention
+from rotor.kernels.attention import attend_pages, ranges_of_pages, rows_attention
 from rotor.kernels.defaults import default_layer
 from rotor.kernels.passes import Pass
 
@@ -133,10 +133,20 @@ def test_pages_of_a_layer_with_exact_tokens(name, news, window) -> None:
         if prompts:
             exact.index[b][exact.index[b] >= old] = -1
     assert shape.num_kv_heads == exact.key.shape[1]
-    got = attend_pages(
-        torch.cat(packed), pages.key, pages.value, case.parameters, default_layer(case.parameters.layout),
-        block_table=pages.block_table, query_start_loc=torch.tensor([0, *news]).cumsum(0).int(),
+    starts = torch.tensor([0, *news]).cumsum(0).int()
+    options = dict(
+        query=torch.cat(packed), key=pages.key, value=pages.value, parameters=case.parameters,
+        kernels=default_layer(case.parameters.layout),
+        block_table=pages.block_table, query_start_loc=starts,
         kv_lens=pages.kv_lens, max_query_len=max(news), max_kv_len=90, rotation=case.rotation, window=window,
-        exact=replace(exact, until=torch.cat(until)), new=tuple(torch.cat(new, 1)),
+        exact=replace(exact, until=torch.cat(until)), new=tuple(torch.cat(new, 1)), now=Pass(),
+        keys=None if prompts else ranges_of_pages(starts, pages.kv_lens, sum(news), max(news), window),
     )  # fmt: skip
-    check(got, torch.cat(found))
+    for _ in range(2):  # layers of a step
+        check(attend_pages(**options), torch.cat(found))
+    made = options["now"]._made
+    assert [name for name, *_ in made] == ([] if prompts else ["codes"])
+    if not prompts:  # other bounds in the same step
+        fewer = replace(options["exact"], until=options["exact"].until - 1)
+        attend_pages(**options | {"exact": fewer})
+        assert len(made) == 2
