@@ -43,7 +43,7 @@ def test_the_notebook_has_readmes_commands_and_program() -> None:
 
 
 def test_the_notebook_shows_what_it_printed() -> None:
-    """Every command that is not quiet, in tables of at most 100 columns, without bars, colours, errors, or places of the
+    """All but quiet commands, in tables of at most 100 columns, without bars, colours, errors, or places of the
     machine that it ran on. `make notebook` stores it anew."""
     cells = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
     printed = ["".join("".join(output.get("text", "")) for output in cell["outputs"]) for cell in cells]
