@@ -100,7 +100,7 @@ def test_arguments_are_checked_before_torch_is_imported(tmp_path: Path) -> None:
         assert "ROTOR_DEBUG" not in error, arguments
 
 
-SHOWN = {"as_json", "quiet", "layouts"}
+SHOWN = {"as_json", "quiet", "verbose", "layouts"}
 """Options of what is printed."""
 
 OTHERWISE = {"no_measure": "measure", "folders": "folder"}
