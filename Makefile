@@ -56,7 +56,8 @@ demo-full: setup
 
 # Runs artifacts/demo.ipynb, and stores what it printed.
 notebook: setup
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter execute --inplace --NotebookClient.coalesce_streams=True artifacts/demo.ipynb
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter execute --inplace --NotebookClient.coalesce_streams=True \
+		--NotebookClient.record_timing=False artifacts/demo.ipynb
 
 MODEL ?= artifacts/reference-model
 REFERENCE := rotor palu fdc

@@ -25,7 +25,6 @@ README = ROOT / "README.md"
 
 def code_cells() -> list[str]:
     cells = json.loads(NOTEBOOK.read_text("utf-8"))["cells"]
-    assert all(cell["outputs"] == [] for cell in cells if cell["cell_type"] == "code")
     return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
 
 
@@ -41,6 +40,21 @@ def test_the_notebook_has_readmes_commands_and_program() -> None:
     example = re.search(r"^## Use it\n(.*?)^Give your own", text, re.MULTILINE | re.DOTALL)
     assert found == re.findall(r"^    (rotor .*)$", example[1], re.MULTILINE)
     assert code_cells()[-1] == re.search(r"^```python\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)[1]
+
+
+def test_the_notebook_shows_what_it_printed() -> None:
+    """All but quiet commands, in tables of at most 100 columns, without bars, colours, errors, or places of the
+    machine that it ran on. `make notebook` stores it anew."""
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text("utf-8"))["cells"] if cell["cell_type"] == "code"]
+    printed = ["".join("".join(output.get("text", "")) for output in cell["outputs"]) for cell in cells]
+    for cell, text in zip(cells[1:], printed[1:], strict=True):
+        assert bool(text) == ("--overwrite -q" not in "".join(cell["source"]))
+    assert not [output for cell in cells for output in cell["outputs"] if output["output_type"] != "stream"]
+    lines = "".join(printed).splitlines()
+    assert [line for line in lines if line[:1] in "┏┃│└" and len(line) > 100] == []
+    assert not [line for line in lines if re.search(r"\r|\x1b|it/s|/(root|home|tmp|work|Users)/|Traceback", line)]
+    assert any("accuracy target" in line and "pass" in line for line in lines)
+    assert all("def main(" in text for text in printed[-2:])
 
 
 @pytest.mark.slow
