@@ -75,7 +75,7 @@ def _chat(folder: str, options: GenerationOptions, output: OutputOptions) -> Non
     if not sys.stdin.isatty():
         raise UsageError(
             "got neither of PROMPT and --prompt-file, and stdin is no terminal to chat in.",
-            'For text of a pipe give --prompt-file -; else: rotor generate OUT "Once upon a time"',
+            'Text of a pipe is read by --prompt-file -. Example: rotor generate OUT "Once upon a time"',
         )
     of_one_answer = {
         "--json": output.as_json,

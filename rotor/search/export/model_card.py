@@ -86,7 +86,7 @@ model = {family.auto_class}.from_pretrained("PATH_OF_THIS_FOLDER")
 installed, or below `rotor run -- PROGRAM`. `rotor validate` checks its integrity and its numbers;
 `rotor.json` lists every tensor with its SHA-256, the ranks and the measurements; the kernels read `kernel_config.json`.
 
-`manifest.json` has the SHA-256 of every file; its own is the digest that an export prints with `-v`. With the digest from
+`manifest.json` has the SHA-256 of every file; its own is what `rotor export` prints with `-v`. With it from
 somebody whom you trust, `sha256sum manifest.json` and `rotor validate PATH_OF_THIS_FOLDER` find any change at all.
 """
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}"))
