@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "bytes.svg"
 
 MODELS = {
-    "SmolLM2 135M": "match-smollm2",
-    "Gemma 3 270M": "match-gemma3",
-    "Qwen2.5-Coder 0.5B": "match-qwen-0.5b",
     "Qwen2.5-Coder 1.5B": "match-qwen-1.5b",
+    "Qwen2.5-Coder 0.5B": "match-qwen-0.5b",
+    "Gemma 3 270M": "match-gemma3",
+    "SmolLM2 135M": "match-smollm2",
 }
 """Folders in artifacts/studies by the name that the picture gives them; those that are not there are left out."""
 
