@@ -78,9 +78,12 @@ class PartialRun:
         new = json.loads(json.dumps(fingerprint))
         progress = self._progress() or {"finished_layers": 0}
         recorded = progress.get("begun_with", {})
+        both = new.keys() & recorded.keys()
         changed = [
             f"{name} was {shorten_json(old)}, now is {shorten_json(now)}"
-            for name, old, now in differences(recorded, {name: new[name] for name in new if name in recorded})
+            for name, old, now in differences(
+                {name: recorded[name] for name in both}, {name: new[name] for name in both}
+            )
         ]
         if changed:
             raise UsageError(
