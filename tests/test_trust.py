@@ -242,7 +242,7 @@ def calibrated_and_exported(folder: Path) -> dict[str, str]:
         DEMO_MODEL,
         folder / "run",
         "rotor",
-        ["tokens.count=512", "tokens.seq_len=64", "ranks.probe_tokens=128", *SHORT_TEXT],
+        ["tokens.count=512", "tokens.seq_len=64", "ranks.probe_tokens=128", "evaluation.seq_len=512", *SHORT_TEXT],
     )
     export(run.folder, folder / "out", compression=0.5)
     return contents(folder)
