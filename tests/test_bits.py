@@ -152,7 +152,7 @@ def test_compressed_model_is_the_model_with_its_keys_and_values_coded(case: int,
     expected = coded_logits(network, list(run.bases(plan.channels)))
     # A number on the edge between two levels may fall on either side, which few tokens see.
     assert (got - expected).abs().median() < 1e-4 * expected.abs().median()
-    assert relative_error(got, expected) < 0.2 * relative_error(expected, plain)
+    assert relative_error(got, expected) < max(0.2 * relative_error(expected, plain), 1e-4)
 
     result = export(
         run.folder, tmp_path / "out", compression=COMPRESSION, measure=False, context=12
