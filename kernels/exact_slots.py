@@ -30,7 +30,7 @@ class SlotsToFill(NamedTuple):
 
 
 class SlotBounds(NamedTuple):
-    """What `ExactSlots` of several layers share, in the order of its fields: places are its index."""
+    """Parts that `ExactSlots` of several layers share, in the order of its fields: places are its index."""
 
     places: Tensor
     first: Tensor

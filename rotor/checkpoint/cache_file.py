@@ -50,7 +50,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 30)]
 
 
 class CacheInfo(TypedDict):
-    """What a saved cache is.
+    """Description of a saved cache.
 
     version: of the file. checkpoint: digest of the checkpoint that filled it. dtype: of the model. level: by which it
     is packed. tokens, sequences: of the cache, padding among the tokens. chunk: tokens whose rows are packed together.

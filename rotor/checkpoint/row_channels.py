@@ -39,7 +39,7 @@ def spots_of(layout: LayerLayout) -> tuple[Spot, ...]:
 
 
 class Channels(NamedTuple):
-    """What rows hold of a layer, each channel's tokens side by side. The scale of a row is a channel of 4 bits.
+    """Content of the rows of a layer, each channel's tokens side by side. The scale of a row is a channel of 4 bits.
 
     codes: [channels, tokens], the highest 8 bits of each code at most. low: the other bits of wider ones.
     """

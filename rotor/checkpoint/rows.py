@@ -81,7 +81,7 @@ SCALE_STEPS = 2
 
 
 Level = Literal["none", "fast", "small"]
-"""How tightly a file packs rows, see `row_codec`."""
+"""Levels at which a file packs rows, see `row_codec`."""
 
 
 class Digit(NamedTuple):

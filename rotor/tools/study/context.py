@@ -15,7 +15,7 @@ from ...calibration.run import Run
 from ...checked import JsonObject
 from ...checkpoint.families import attention_shape
 from ...checkpoint.output_folder import OutputFolder
-from ...checkpoint.sizes import uncompressed_kv_bytes_per_token
+from ...checkpoint.sizes import uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import UsageError
 from ...models.compressible import CompressibleModel
 from ...models.device_plan import DevicePlan
@@ -102,6 +102,13 @@ class StudyContext:
         """Bytes of a token in the uncompressed cache; raises UsageError if weights are not all in memory."""
         self.check_in_memory()
         return uncompressed_kv_bytes_per_token(attention_shape(self.checkpoint.config), self.cache_dtype.itemsize)
+
+    @property
+    def mean_bytes(self) -> float:
+        """Bytes of a token in the uncompressed cache, in the mean over a sequence of `context_tokens`: windows hold
+        fewer."""
+        shape, tokens = attention_shape(self.checkpoint.config), self.context_tokens
+        return uncompressed_kv_bytes_of_sequence(shape, self.cache_dtype.itemsize, tokens) / tokens
 
     @cached_property
     def bench(self) -> CacheBench:

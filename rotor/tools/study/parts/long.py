@@ -106,7 +106,7 @@ class Long(Part):
             for name, policy in in_use(max(one.head_dim for one in shape.sizes)).items()
         }
         for recipe in study.inputs.recipes:
-            for size in study.inputs.sizes or [round(share * study.whole_bytes) for share in SHARES]:
+            for size in study.inputs.sizes or [round(share * study.mean_bytes) for share in SHARES]:
                 caches[f"{recipe}, {size} bytes"] = partial(_of_recipe, study, recipe, size)
         lengths = lengths_of(study)
         left = [f"{self.name}/{name}, {tokens} tokens" for tokens in lengths for name in caches]
@@ -169,6 +169,7 @@ def _of_policy(study: StudyContext, policy: Quantiser | None, name: str, tokens:
     if policy is None:
         size = sequence_bytes(shape, study.cache_dtype, tokens, None) / tokens
     else:
+        policy = policy.beyond_windows()
         size = mean_sequence_bytes(shape, study.cache_dtype, tokens, policy)
     try:
         with network.uncompressed():
@@ -178,11 +179,14 @@ def _of_policy(study: StudyContext, policy: Quantiser | None, name: str, tokens:
 
 
 def _of_recipe(study: StudyContext, recipe: str, size: int, name: str, tokens: int) -> LongRecord:
-    """The mildest plan of at most so many bytes a token; tokens that are kept exactly come on top."""
+    """The mildest plan of at most so many bytes a token, in the mean over a sequence of the served context.
+
+    Tokens that are kept exactly come on top.
+    """
     evaluator, path = study.path(recipe, study.inputs.recipes[recipe])
-    plan = path.at_compression(1 - size / study.whole_bytes)
+    plan = path.at_compression(1 - size / study.mean_bytes)
     if plan is None:
-        least = (1 - path.plans()[-1].stored) * study.whole_bytes
+        least = (1 - path.plans()[-1].stored) * study.mean_bytes
         return LongRecord(name, tokens, skipped=f"out of reach: the least is {least:.0f} bytes")
     evaluator.compress(plan)
     shape, itemsize = study.network.shape, study.cache_dtype.itemsize

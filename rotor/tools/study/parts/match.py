@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 
 from ....checkpoint.families import attention_shape
-from ....checkpoint.sizes import exact_bytes_of_sequence, kv_bytes_of_sequence, uncompressed_kv_bytes_of_sequence
+from ....checkpoint.sizes import exact_bytes_of_sequence, kv_bytes_of_sequence
 from ....errors import UnsupportedModelError
 from ....policies import FP8, KIVI, KVTC, PerToken
 from ....policies.quantiser import Quantiser
@@ -97,9 +97,7 @@ class _Measured:
     def __init__(self, study: StudyContext) -> None:
         self.study, config = study, study.checkpoint.config
         self.shape = attention_shape(config)
-        self.context = study.context_tokens
-        before = uncompressed_kv_bytes_of_sequence(self.shape, study.cache_dtype.itemsize, self.context)
-        self.whole = before / self.context
+        self.whole = study.mean_bytes
 
     @cached_property
     def bench(self) -> CacheBench:
