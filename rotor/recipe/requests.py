@@ -274,12 +274,13 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match, long. methods, every cache policy and recipes at equal bytes, takes
-            longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; long asks
-            questions behind prompts of 4K, 8K and 16K tokens, as far as the model has positions. FILE.py:CLASS is a
-            part of your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
-        sizes: Bytes of cache per token at which the parts methods, match and long measure recipes; by default sizes
-            from 3.75 % to 50 % of the uncompressed cache.
+        parts: Some of curves, methods, match, long, context. methods, every cache policy and recipes at equal bytes,
+            takes longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; long asks
+            questions behind prompts of 4K, 8K and 16K tokens, as far as the model has positions; context tells what is
+            lost by position in rows of 8K. FILE.py:CLASS is a part of your own, or one of artifacts/studies/parts,
+            which have the papers' figures in shape.
+        sizes: Bytes of cache per token at which the parts methods, match, long and context measure recipes; by default
+            sizes from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
         distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
             for that (1500: rows of 2048); default: evaluation.filler_tokens.
