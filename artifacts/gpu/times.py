@@ -35,10 +35,11 @@ from rotor.tools.bench.attention import (
     uncompressed_heads,
     zero_scale,
 )
+from rotor.tools.bench.baselines import FP8_CAPABILITY, random_baseline
+from rotor.tools.bench.flash import flash_decoding
 from rotor.tools.bench.records import quartiles
 
-from .baselines import flash_decoding, random_flash
-from .loads import FLASH_ROWS, FP8_CAPABILITY, LOADS, PROMPT, PROMPT_TOKENS, RAGGED
+from .loads import FLASH_ROWS, LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 from .plan import Record
 from .subjects import MODELS, PAGE, Subject, gpu_subjects
 
@@ -125,7 +126,7 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
 
 OWN_KERNELS = (
     "append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
-    "expand_kernel",
+    "expand_kernel", "nibble_decode",
 )  # fmt: skip
 
 
@@ -303,9 +304,9 @@ def flash(name: str, load: str, bits: int, device: str = "cuda", lengths: list[i
     if bits == 8 and capability_of(where) < FP8_CAPABILITY:
         return
     generator = torch.Generator(where).manual_seed(0)
-    first = random_flash(sizes, lengths, bits, DTYPE, generator)
+    first = random_baseline(sizes, lengths, bits, DTYPE, generator)
     count = copies(first.cache_bytes)
-    others = [random_flash(sizes, lengths, bits, DTYPE, generator) for _ in range(count - 1)]
+    others = [random_baseline(sizes, lengths, bits, DTYPE, generator) for _ in range(count - 1)]
     calls = [flash_decoding(problem) for problem in (first, *others)]
     about = {"layout": f"{name}, uncompressed", "load": load, "row": FLASH_ROWS[bits], "cache_bytes": first.cache_bytes}
     error = {}
