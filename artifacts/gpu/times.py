@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
 from rotor.calibration.prediction.devices import Device, bundled_devices
+from rotor.kernels import decode_launch
 from rotor.kernels.append import append
 from rotor.kernels.attention import attend_pages, ranges_of_pages
 from rotor.kernels.defaults import default_layer
@@ -51,6 +53,9 @@ COLD_BYTES = 256 << 20
 
 COPIES = 4, 32
 """Caches of one graph, at least and at most."""
+
+L2_BYTES = 24 << 20
+"""Absorbed queries of a part of a batch that may stay in L2 until they are read."""
 
 REPLAYS = 12
 
@@ -247,6 +252,11 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
         steps = [*map(_after, appending(subject, problems, where), calls)]
         seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
         yield {**about, "row": "rotor, with append", "cache": "contiguous", "seconds": seconds, "parts": parts}
+        if subject.layout.in_blocks and len(lengths) > 1:
+            with patch.object(decode_launch, "ABSORBED_BYTES", L2_BYTES):
+                seconds, parts = cold_seconds(calls, where), part_seconds(calls, where)
+            row = f"rotor, absorbed in parts of {L2_BYTES >> 20} MiB"
+            yield {**about, "row": row, "cache": "contiguous", "seconds": seconds, "parts": parts}
         del problems, calls, steps
     if load in (RAGGED, "8 x 32K") and subject.layout.exact is None:
         calls = paged(subject, lengths, count, where)
