@@ -25,15 +25,18 @@ class DevicePlan:
     streamed: bool = False
 
     @classmethod
-    def choose(cls, options: DeviceOptions, checkpoint_dtype: torch.dtype) -> DevicePlan:
+    def choose(cls, options: DeviceOptions, checkpoint_dtype: torch.dtype, averaged: bool = False) -> DevicePlan:
         """The device and dtype that the user named; weights stay in memory unless they are always to be read.
+
+        Args:
+            averaged: means over many tokens are computed; see `pick_dtype`.
 
         Raises:
             UsageError: the device is not there.
         """
         device = pick_device(options.device)
         streamed = isinstance(options, MemoryOptions) and options.offload == "always"
-        return cls(device, pick_dtype(options.dtype, checkpoint_dtype, device), streamed)
+        return cls(device, pick_dtype(options.dtype, checkpoint_dtype, device, averaged), streamed)
 
     def within_memory(
         self, offload: str, estimates: Estimates, whole: tuple[str, str] | None = None

@@ -176,6 +176,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     tokenizer = load_tokenizer(source.folder, outline.text_config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)
     target, compute_dtype = devices.device, devices.dtype
+    calibrating_dtype = DevicePlan.choose(request, outline.dtype, averaged=True).dtype
     element_bytes = outline.dtype.itemsize
     per_token = uncompressed_kv_bytes_per_token(shape, element_bytes)
     served = context_tokens(outline.config, request.context)
@@ -184,16 +185,17 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     times = decode_times(shape, device_rates, step, form.distinct)
-    calibrating = outline.calibration(spec, target, compute_dtype, request.batch_tokens)
+    calibrating = outline.calibration(spec, target, calibrating_dtype, request.batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
     taken = calibrating[streamed]
     rate = matmul_rate(target, compute_dtype)
+    calibrating_rate = rate if calibrating_dtype == compute_dtype else matmul_rate(target, calibrating_dtype)
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
 
     def seconds_of(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of calibrate and of export, by stage."""
         flops = outline.calibration_flops(recipe).items()
-        calibrate = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
+        calibrate = {name: round(count / rates.get(name, calibrating_rate), 1) for name, count in flops}
         return calibrate, {name: round(count / rate, 1) for name, count in outline.evaluation_flops(recipe).items()}
 
     seconds, measured = seconds_of(spec)
