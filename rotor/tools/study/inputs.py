@@ -29,9 +29,7 @@ class StudyInputs:
         return next(iter(self.recipes.values()))
 
 
-def same_conditions(
-    recipes: Iterable[str], overrides: Iterable[str], context: int | None = None
-) -> dict[str, Recipe]:
+def same_conditions(recipes: Iterable[str], overrides: Iterable[str], context: int | None = None) -> dict[str, Recipe]:
     """The recipes by name, under one number of tokens, seed, row length, evaluation and search for all.
 
     Args:
