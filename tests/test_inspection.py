@@ -81,7 +81,7 @@ def test_times_are_those_of_the_given_settings() -> None:
     assert few["report"] < many["report"] / 2
     shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--quick"]).output
     assert re.search(r"\nvalidate +about [^ ]+ (s|min) for the matrix products alone", shown)
-    assert "6144 synthetic tokens" in shown
+    assert "16384 synthetic tokens" in shown
 
 
 def test_what_one_came_for_is_told_and_layouts_where_they_are_asked_for(tmp_path: Path) -> None:

@@ -83,8 +83,8 @@ def text_overrides(
 
 
 QUICK = {
-    "tokens.count": 6144,
-    "codes.tokens": 6144,
+    "tokens.count": 16384,
+    "codes.tokens": 16384,
     "evaluation.quick": "true",
     "evaluation.search_tokens": 4096,
     "evaluation.report_tokens": 4096,
