@@ -15,8 +15,8 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
+from rotor import inspect
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.planning.inspection import inspect
 from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError

@@ -14,13 +14,13 @@ from support.compare import relative_error
 from test_bit_plans import layer_codes, predicted_loss
 from transformers import AutoModelForCausalLM
 
+from rotor import inspect
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.allocation.plan import RankInputs, Spectra
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import WaterFillingPath
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.codes.layer import channels_bytes
-from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import AttentionShape, KeyForm

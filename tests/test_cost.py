@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rotor.calibration.form import best_group_size, group_sizes
 from rotor.calibration.prediction.cost import (
     DecodeStep,
     decode_seconds,
@@ -13,7 +14,7 @@ from rotor.calibration.prediction.cost import (
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.calibration.prediction.decode_times import best_group_size, decode_times, group_sizes, uniform_layout
+from rotor.calibration.prediction.decode_times import decode_times, uniform_layout
 from rotor.calibration.prediction.devices import bundled_devices, find_device
 from rotor.calibration.prediction.instructions import ABSORBING, DECODING, MORE_ROWS, SPLIT_PLANE, group_instructions
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout

@@ -16,13 +16,13 @@ from support.tiny_models import CONFIGS, build_tiny
 
 from rotor.calibration.calibrate import calibrate
 from rotor.calibration.moments import pack_symmetric, unpack_symmetric
-from rotor.calibration.planning.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
 from rotor.models import hardware, layerwise, memory
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, available_host_bytes, stream_weights
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.weights import StreamedWeights
 from rotor.search.evaluation.scoring import score

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, calibrated
 
+from rotor import inspect
 from rotor.calibration.calibrate import calibrate
-from rotor.calibration.planning.inspection import inspect
 from rotor.calibration.run import Run
 from rotor.errors import AccuracyError, DataError, RotorError, UnsupportedModelError, UsageError
 from rotor.models.readiness import check_text, describe_evaluation

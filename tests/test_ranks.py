@@ -11,7 +11,7 @@ from rotor.calibration.allocation.plan import RankInputs, Spectra, round_rank
 from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import LARGEST_GAP, WaterFillingPath, _wide_gap, interpolated
-from rotor.calibration.prediction.decode_times import group_sizes
+from rotor.calibration.form import group_sizes
 from rotor.checkpoint.layout import AttentionShape, HeadSizes
 from rotor.checkpoint.sizes import compression, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from rotor.errors import CheckpointError

@@ -72,7 +72,7 @@ def test_anything_thrown_in_a_command_is_two_lines(thrown: Exception, text: str,
     def throwing(*_: object, **__: object) -> None:
         raise thrown
 
-    monkeypatch.setattr(importlib.import_module("rotor.calibration.planning.inspection"), "run_inspection", throwing)
+    monkeypatch.setattr(importlib.import_module("rotor.tools.inspection"), "run_inspection", throwing)
     code, said, error = rotor(capsys, "inspect", DEMO_MODEL)
     assert (code, said) == (1, "")
     assert error.startswith(f"error: {text}")

@@ -30,6 +30,7 @@ from ..models.hardware import fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
 from ..models.lengths import context_tokens
+from ..models.outline import ModelOutline
 from ..models.readiness import check_text, describe_text
 from ..models.source import Checkpoint
 from ..models.splits import digests
@@ -43,13 +44,13 @@ from ..versions import versions
 from .bases.layer import layer_bases
 from .capture import layer_statistics
 from .codes.layer import layer_codes
+from .estimate import calibration_estimates, needs_whole_model, wanted_moments
+from .form import length_warning, model_form, wanted_gradients
 from .gradient_files import GradientFiles
 from .gradients import fisher_information, weight_fisher
 from .information import LayerFisher
 from .moments import LayerStatistics
 from .partial import BEGUN_TOKENS_FILE, TOKENS_FILE, PartialRun
-from .planning.form import length_warning, wanted_gradients
-from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
 from .run import (
     WEIGHT_FISHER,
@@ -114,12 +115,13 @@ class Calibration:
         outline = ModelOutline.of(self.checkpoint)
         self.family = outline.family
         self.shape = outline.shape
-        self.form = outline.form(self.recipe)
+        self.form = model_form(self.recipe, self.shape)
         devices = DevicePlan.choose(request, outline.dtype)
         self.check_out()
         check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
         fit_threads(self.checkpoint.total_bytes())
-        estimates = outline.calibration(self.recipe, devices.device, devices.dtype, request.batch_tokens)
+        sizes = self.recipe, devices.device, devices.dtype, request.batch_tokens
+        estimates = calibration_estimates(outline, *sizes)
         whole = needs_whole_model(self.recipe)
         self.devices, self.memory = devices.within_memory(request.offload, estimates, whole)
         self.disk_bytes = estimates[self.devices.streamed].disk_bytes

@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from ..checkpoint.projections import keys_before_rope, split_activations
 from ..kernels.reference.attention import dense_attention
 from ..kernels.rotary import Rotation, rotate, within_blocks
-from ..models.layerwise import LayerwiseModel
+from ..models.layerwise import LayerwiseModel, activation_bytes
 from ..progress import Advance
 from ..recipe.sections import Prune
-from .moments import JOINT, LayerStatistics, named_form
+from .moments import CHUNK_BYTES, JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Function of the layer index and the activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
@@ -77,6 +75,24 @@ def layer_statistics(
     if turn != layer:
         out.copy_(states)
     return statistics.finish()
+
+
+def capture_bytes(
+    shape: AttentionShape,
+    config: PreTrainedConfig,
+    tokens: int,
+    group_size: int,
+    element_bytes: int,
+    moments: frozenset[str],
+) -> int:
+    """Memory of `layer_statistics` while a batch of `tokens` tokens runs through a layer, beside the sums.
+
+    Outputs of a group's stacked values are copied; what is added to sums is copied to float64 in chunks.
+    """
+    outputs = 2 * shape.query_width * group_size if "output" in moments and group_size > 1 else 0
+    chunk = min(CHUNK_BYTES, tokens * shape.query_width * group_size * 8)
+    copies = max(chunk, tokens * shape.heads_per_kv * shape.head_dim * 8)  # at least one head
+    return activation_bytes(shape, config, tokens, element_bytes, outputs) + 2 * copies
 
 
 @contextmanager
@@ -194,6 +210,9 @@ def observed_attention(
             if not shape.layer(layer).rotary_dim:
                 continue
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
+    from transformers import AttentionInterface, AttentionMaskInterface  # these import the models of transformers
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(OBSERVED_ATTENTION, attention)
     AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)  # otherwise transformers drops the mask silently
     config = model.config.get_text_config()

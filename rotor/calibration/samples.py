@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .information import TokenSamples
 
+SAMPLED_TOKENS = 4096
+"""Tokens whose keys and values are kept, enough to fit the code of a channel."""
+
 CLIPPED_SHARE = 0.01
 """Share of the tokens whose gradients are clipped."""
 

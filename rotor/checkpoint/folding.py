@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..numerics import is_finite, one_thread
-from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, ScaledCode, levels_of
-from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, ScaledCode, bases_bytes, levels_of
+from .layout import AttentionShape, ExactTokens, GroupLayout, LayerForm, LayerLayout, LayerRanks, ordered_by_class
 from .projections import AttentionWeights
 from .rows import SIGNED, CodedRow, Row
 from .tensors import layer_tensors
@@ -84,6 +84,13 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
             value = _refit(value, outputs, layout.group_size)
         values.append(value)
     return FoldedBases(keys, values)
+
+
+def rewriting_bytes(shape: AttentionShape, form: LayerForm, refit: bool) -> int:
+    """Memory of `fold_layer`: its bases and, where W_o is refitted, the moments of outputs, in three copies; and the
+    projections in float64, before and after."""
+    outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if refit else 0
+    return 3 * outputs + 3 * bases_bytes(form, shape) + shape.projection_elements * 2 * 8
 
 
 def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:

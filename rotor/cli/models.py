@@ -155,7 +155,7 @@ def inspect(request: InspectionRequest, output: Json, layouts: bool = False) -> 
 
     check_name(str(request.model), request.revision)
 
-    from ..calibration.planning.inspection import run_inspection
+    from ..tools.inspection import run_inspection
     from .plans import print_inspection
 
     inspection = run_inspection(request)

@@ -16,9 +16,6 @@ from ...checkpoint.bases import ChannelCode
 from ...errors import NumericsError
 from ...numerics import one_thread
 
-SAMPLED_TOKENS = 4096
-"""Tokens whose keys and values are kept, enough to fit the code of a channel."""
-
 CLIP_CANDIDATES = 12
 """Scales of the initial grid: the clip falls from the largest deviation by factors of the square root of two."""
 

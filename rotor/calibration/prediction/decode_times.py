@@ -16,15 +16,15 @@ from ...checkpoint.layout import (
 )
 from ...checkpoint.rows import PLANE, CodedRow, NumberRow, Row
 from ...checkpoint.sizes import kv_bytes_per_token
+from ..form import group_sizes
 from .cost import DecodeStep, layer_time, uncompressed_layer_time
 from .devices import Device
 
 SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
 """Name and compression of each scenario."""
 
-SHARED_NUMBERS = 256
-"""Most numbers of the keys that share a latent: four heads of 64, two of 128, one of 256. At 7/8 removed their row has
-256 nibbles; on an H100 an 8B's attention takes less time with it than with one head a latent (docs/speed.md)."""
+COMPARED_COMPRESSION = 0.75
+"""Compression at which the recipe's form is compared with no compression."""
 
 
 @dataclass(frozen=True)
@@ -122,21 +122,6 @@ def slower(times: Sequence[DecodeTime], scenario: str) -> tuple[DecodeTime, Deco
 
 def _but_heads(time: DecodeTime) -> str:
     return time.candidate.rpartition(",")[0]
-
-
-def group_sizes(shape: AttentionShape) -> list[int]:
-    """KV heads that can share a latent in all layers: every divisor of their number, ascending."""
-    return [size for size in range(1, shape.shared_kv_heads + 1) if shape.shared_kv_heads % size == 0]
-
-
-COMPARED_COMPRESSION = 0.75
-"""Compression at which the recipe's form is compared with no compression."""
-
-
-def best_group_size(shape: AttentionShape) -> int:
-    """The most KV heads that share a latent: the largest divisor of their number within SHARED_NUMBERS, or one."""
-    dim = max(own.head_dim for own in shape.sizes)
-    return max((size for size in group_sizes(shape) if size * dim <= SHARED_NUMBERS), default=1)
 
 
 def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: bool) -> LayerLayout:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...calibration.planning.form import block_warning, stays_after_rope
+from ...calibration.form import block_warning, stays_after_rope
 from ...calibration.run import Run
 from ...checkpoint.families import Family, find_family
 from ...checkpoint.hashes import file_sha256

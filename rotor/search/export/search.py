@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...calibration.allocation.plan import Plan
-from ...calibration.planning.outline import evaluation_plan
 from ...checkpoint.folding import model_layouts
 from ...errors import UsageError
 from ...models.compressible import CompressibleModel
@@ -16,6 +15,7 @@ from ...models.readiness import describe_evaluation
 from ...models.splits import EvaluationData, evaluation_data
 from ...progress import Progress, StageTimes, in_time
 from ..evaluation.accuracy import Fidelity
+from ..evaluation.estimate import evaluation_plan
 from ..evaluation.fidelity import FidelityMeter
 from ..evaluation.prompts import EvaluationContext
 from ..plan_choice import find_plan, plan_for

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...calibration.planning.outline import evaluation_plan
 from ...checkpoint.hashes import file_sha256
 from ...checkpoint.locks import exclusive
 from ...checkpoint.output_folder import check_apart
@@ -24,6 +23,7 @@ from ...models.source import Checkpoint
 from ...options import with_fields_of
 from ...progress import Progress
 from ...recipe.requests import StudyRequest
+from ...search.evaluation.estimate import evaluation_plan
 from .context import StudyContext
 from .inputs import StudyInputs, same_conditions
 from .output import SUMMARY, write_tables

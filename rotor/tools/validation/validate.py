@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...calibration.planning.outline import evaluation_plan
 from ...calibration.run import Run
 from ...checkpoint.families import attention_shape
 from ...checkpoint.rewritten import source_at
@@ -35,6 +34,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.requests import ValidationRequest
 from ...recipe.sections import Evaluation
 from ...search.evaluation.cached import check_in_memory
+from ...search.evaluation.estimate import evaluation_plan
 from ...search.evaluation.fidelity import FidelityMeter
 from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits
