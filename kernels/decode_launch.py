@@ -20,12 +20,13 @@ from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
 from .decode import MOVES, decode_kernel, sixteenth
-from .defaults import decode_tile, slices_per_sm
+from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
+from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters
+from .passes import capturing
 from .ranges import KeyRanges
 from .rotary import Rotation, beginnings_of
 from .rows import as_loaded

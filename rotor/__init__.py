@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .policies import use_cache_policy as use_cache_policy
     from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
-    from .runtime.policies_hook import CachePolicies
+    from .runtime.registration import CachePolicies
     from .runtime.saved_cache import load_cache as load_cache
     from .runtime.saved_cache import save_cache as save_cache
     from .runtime.saved_cache import saved_inputs as saved_inputs

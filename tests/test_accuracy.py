@@ -20,7 +20,7 @@ from rotor.calibration.calibrate import calibrate
 from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.overlap import overlapping
 from rotor.models.source import Checkpoint
 from rotor.models.splits import (

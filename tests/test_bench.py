@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from rotor.checkpoint.layout import ExactTokens, KeyForm
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.search.export.export import export
 from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path

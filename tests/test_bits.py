@@ -26,7 +26,7 @@ from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.recipe.reading import load_recipe
 from rotor.search.export.export import export

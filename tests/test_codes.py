@@ -18,10 +18,10 @@ from rotor.calibration.bases.method import Inputs
 from rotor.calibration.capture import EXACT_SHARE
 from rotor.calibration.codes.layer import layer_codes
 from rotor.calibration.codes.quantiser import ChannelFit, measure_channels
+from rotor.calibration.gradient_sums import GradientClip, SampleKeeper
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.information import LayerFisher
 from rotor.calibration.moments import LayerStatistics, stored_name
-from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases
 from rotor.checkpoint.families import find_family
 from rotor.checkpoint.folding import fold_code

@@ -14,7 +14,7 @@ from support.runs import FAST_EVALUATION, calibrated
 
 from rotor.errors import UsageError
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
 from rotor.progress import Progress

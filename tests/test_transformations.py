@@ -51,7 +51,7 @@ def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(
     models, tmp_path: Path, monkeypatch
 ) -> None:
     # The clip of gradients goes by lengths, which a transformation changes.
-    monkeypatch.setattr("rotor.calibration.samples.CLIPPED_SHARE", 0.0)
+    monkeypatch.setattr("rotor.calibration.gradient_sums.CLIPPED_SHARE", 0.0)
     base = logits(models["plain"])
     assert divergence(base, logits(models["transformed"])) < 1e-6
     of_rotor, per_token = {}, {}

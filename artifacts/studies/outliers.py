@@ -30,9 +30,9 @@ from torch import Tensor
 from rotor.calibration.allocation.channel_bits import bit_curve
 from rotor.calibration.bases.layer import layer_bases
 from rotor.calibration.codes.layer import coded_bases, layer_codes
+from rotor.calibration.gradient_sums import SAMPLED_TOKENS, GradientClip, SampleKeeper
 from rotor.calibration.information import LayerFisher
 from rotor.calibration.moments import LayerStatistics, stored_name
-from rotor.calibration.samples import SAMPLED_TOKENS, GradientClip, SampleKeeper
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
 from rotor.checkpoint.rows import PLANE, CodedRow
 

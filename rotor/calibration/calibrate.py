@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checked import JsonObject
-from ..checkpoint.atomic import write_json, write_text
-from ..checkpoint.file_names import INFO, RECIPE
-from ..checkpoint.hashes import file_sha256
+from ..checkpoint.files import INFO, RECIPE, file_sha256, write_json, write_text
 from ..checkpoint.locks import exclusive
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.projections import read_attention
@@ -25,13 +23,12 @@ from ..checkpoint.publishing import check_space, recover
 from ..checkpoint.schemas import FORMAT_VERSION
 from ..errors import DataError, system_errors
 from ..logs import log_file
-from ..models.device_plan import DevicePlan
-from ..models.hardware import fit_threads
+from ..models.hardware import DevicePlan, fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.lengths import context_tokens
 from ..models.outline import ModelOutline
 from ..models.readiness import check_text, describe_text
+from ..models.sequences import context_tokens
 from ..models.source import Checkpoint
 from ..models.splits import digests
 from ..models.tokenizer import chat_opening, text_start
@@ -324,7 +321,7 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        from ..models.states import state_bytes  # imports the caches of transformers
+        from ..models.loading import state_bytes  # imports the caches of transformers
 
         folder = self.partial.folder
         source = self.source

@@ -11,20 +11,20 @@ import torch
 
 from ..checkpoint.bases import bases_bytes
 from ..checkpoint.layout import AttentionShape, HeadSizes, LayerForm, ModelForm
-from ..models.lengths import bounded_seq_len
 from ..models.memory import Estimates
 from ..models.outline import ModelOutline
+from ..models.sequences import bounded_seq_len
 from ..models.tokens import writing_bytes
 from ..recipe.recipe import Recipe
 from .bases.layer import needed_statistics, solving_bytes
 from .capture import capture_bytes
 from .codes.side import codes_bytes
 from .form import model_form, wanted_gradients
+from .gradient_sums import SAMPLED_TOKENS
 from .gradients import backward_bytes, gradient_flops
 from .information import stored_bytes
 from .moments import adding_flops, moment_shape, moments_bytes, packed_bytes
 from .pruning import kmeans_bytes
-from .samples import SAMPLED_TOKENS
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,8 @@ from ..numerics import is_finite
 from ..progress import Advance, Progress
 from .capture import StoredKeys, observed_attention
 from .gradient_files import GradientFiles
-from .gradient_sums import GradientSums
+from .gradient_sums import SAMPLED_TOKENS, GradientSums
 from .information import LayerFisher
-from .samples import SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

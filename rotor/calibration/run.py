@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checked import JsonObject, Reader
-from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, check_stored, latent_size
-from ..checkpoint.file_names import INFO, RECIPE, ROTOR_JSON
+from ..checkpoint.files import INFO, RECIPE, ROTOR_JSON, replacing
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.publishing import write_tensors

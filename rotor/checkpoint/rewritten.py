@@ -20,8 +20,8 @@ from torch import Tensor
 from ..errors import CheckpointError, MissingError
 from .bases import FoldedBases
 from .families import Family, attention_shape, family_of
+from .files import file_sha256
 from .folding import rewrite
-from .hashes import file_sha256
 from .layout import AttentionShape, LayerLayout
 from .projections import GetTensor, read_attention
 from .schemas import SourceInfo

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, UsageError
-from ..installing import pip_install
+from ..versions import pip_install
 from .row_channels import DAMAGED, Bytes, Channels, Spot, Widths, apart, packed, side_by_side, unpacked
 from .row_prediction import LayerCodes, Prediction, differences, fitted, highest
 from .rows import Level

@@ -14,9 +14,8 @@ import typer
 import typer.core
 
 from ..errors import Interrupted, MissingError, UsageError
-from ..installing import documentation
 from ..options import MAX_NUMBER
-from ..versions import __version__
+from ..versions import __version__, documentation
 from .console import stdout
 from .options import with_options
 

@@ -204,7 +204,7 @@ def _policy_beside(recipe: str) -> str:
 
 
 def _print_recipes(bundled: dict[str, Recipe]) -> None:
-    from ..checkpoint.yaml_files import read_yaml
+    from ..checkpoint.files import read_yaml
     from ..recipe.sections import NAMES
 
     for name, recipe in bundled.items():

@@ -19,7 +19,7 @@ from ..checkpoint.tensors import FLOAT32
 from ..errors import RecipeError
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
-from .device_plan import DevicePlan
+from .hardware import DevicePlan
 from .layerwise import LayerwiseModel
 from .memory import EVALUATION_TOKENS
 from .source import Checkpoint

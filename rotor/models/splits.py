@@ -19,9 +19,8 @@ from torch import Tensor
 from ..errors import DataError
 from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
-from .lengths import bounded_seq_len
 from .overlap import overlapping
-from .sequences import evenly_spaced, text_sequences
+from .sequences import bounded_seq_len, evenly_spaced, text_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -18,9 +18,8 @@ from ..progress import Advance, Progress
 from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
 from .hardware import fast_products
-from .lengths import bounded_seq_len
 from .memory import LOGIT_COPIES
-from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
+from .sequences import bounded_seq_len, even_places, evenly_spaced, prompt_start, sequences_by_document
 from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
 from .tokenizer import check_ids, text_start
 

@@ -14,8 +14,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from ..checked import JsonObject, Reader, nearest_name, shorten
+from ..checkpoint.files import read_text, read_yaml
 from ..checkpoint.section import EDITED
-from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError, UsageError
 from . import methods
 from .policy import Policy

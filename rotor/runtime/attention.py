@@ -20,8 +20,7 @@ from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.projections import CompressedProjections, attention_norms
 from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
-from ..kernels.defaults import default_layer
-from ..kernels.dispatch import call_served, layer_served
+from ..kernels.dispatch import call_served, default_layer, layer_served
 from ..kernels.parameters import AttentionParameters
 from ..kernels.passes import TokenSpan
 from ..kernels.reference.attention import project_keys

@@ -12,8 +12,7 @@ from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
 from ..kernels.passes import Pass, TokenSpan
 from ..kernels.rotary import Rotation, relative, when_read, within_blocks
-from .beginnings import rotations_of_blocks
-from .positions import check_positions
+from .positions import check_positions, rotations_of_blocks
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig

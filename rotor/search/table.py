@@ -20,11 +20,10 @@ from torch import Tensor
 from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
 from ..checked import JsonObject, Reader, plain
-from ..checkpoint.atomic import write_json
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import read_json, write_json
 from ..checkpoint.layout import ExactTokens
 from ..errors import CheckpointError
-from ..models.device_plan import DevicePlan
+from ..models.hardware import DevicePlan
 from ..models.splits import EvaluationData
 from ..recipe.sections import Evaluation, Ranks
 from .evaluation.accuracy import BaseValues

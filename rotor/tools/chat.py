@@ -13,7 +13,7 @@ from transformers import Cache
 from ..checkpoint.rewritten import source_at
 from ..errors import CheckpointError, UsageError
 from ..models.chats import between_turns
-from ..models.device_plan import DevicePlan
+from ..models.hardware import DevicePlan
 from ..models.hub import find_model
 from ..models.tokenizer import CHAT_PROBE, as_chat, check_ids
 from ..progress import Progress

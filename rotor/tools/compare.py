@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checked import JsonObject, Reader, plain
-from ..checkpoint.file_names import ROTOR_JSON
+from ..checkpoint.files import ROTOR_JSON
 from ..checkpoint.schemas import CheckpointInfo, TextInfo
 from ..errors import CheckpointError
 from ..models.compressed import CompressedCheckpoint

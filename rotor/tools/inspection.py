@@ -22,12 +22,11 @@ from ..checked import JsonObject
 from ..checkpoint.layout import AttentionShape
 from ..checkpoint.sizes import uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ..errors import MissingError
-from ..models.device_plan import DevicePlan
-from ..models.hardware import matmul_rate
+from ..models.hardware import DevicePlan, matmul_rate
 from ..models.hub import find_source
-from ..models.lengths import bounded_seq_len, context_tokens
 from ..models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
 from ..models.outline import ModelOutline
+from ..models.sequences import bounded_seq_len, context_tokens
 from ..models.source import Checkpoint, config_of
 from ..models.tokenizer import load_tokenizer, text_start
 from ..options import with_fields_of
@@ -90,7 +89,7 @@ class Inspection:
     """Results of `rotor inspect`.
 
     kv_cache_bytes: bytes of one sequence, by its tokens.
-    state_bytes: of one sequence beside the cache, see rotor.models.states.
+    state_bytes: of one sequence beside the cache, see rotor.models.loading.
     context_tokens: length of the sequence whose bytes an export counts.
     row_start: beginning of every text sequence, as text; None without a tokenizer.
     bits: bits that a channel may have.
@@ -147,7 +146,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
-    from ..models.states import state_bytes  # imports the caches of transformers
+    from ..models.loading import state_bytes  # imports the caches of transformers
 
     model = request.model
     if Path(model).is_file():

@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.families import Family, attention_shape, family_of
-from ..checkpoint.file_names import KERNEL_CONFIG
-from ..checkpoint.hashes import file_sha256
+from ..checkpoint.files import KERNEL_CONFIG, file_sha256
 from ..checkpoint.kernel_config import KernelConfig
 from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rewritten import BASES, open_rewritten
 from ..checkpoint.section import CompressedSection
 from ..errors import CheckpointError, UsageError
-from ..kernels.defaults import config_of, default_layer
-from ..kernels.dispatch import layer_served
+from ..kernels.dispatch import config_of, default_layer, layer_served
 from ..kernels.parameters import AttentionParameters
 from ..kernels.rows import row_scale
 from .attention import RotorSelfAttention

@@ -7,8 +7,7 @@ import torch
 from ...calibration.estimate import layer_sizes
 from ...calibration.form import model_form
 from ...checkpoint.folding import rewriting_bytes
-from ...models.device_plan import DevicePlan
-from ...models.hardware import fit_threads
+from ...models.hardware import DevicePlan, fit_threads
 from ...models.layerwise import activation_bytes
 from ...models.memory import EVALUATION_TOKENS, Estimates
 from ...models.outline import ModelOutline

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import FoldedBases, LayerBases
 from ...checkpoint.families import find_family, language_model_setting
-from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from ...checkpoint.files import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON, tensor_sha256, write_json, write_text
 from ...checkpoint.folding import fold_bases, model_layouts
-from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
@@ -28,10 +26,9 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorI
 from ...checkpoint.section import FORMAT_VERSION, MARK
 from ...checkpoint.sizes import CacheSize
 from ...errors import CheckpointError, system_errors
-from ...kernels.defaults import default_config
+from ...kernels.dispatch import default_config
 from ...logs import log_file
-from ...models.sidecars import sidecars
-from ...models.source import INDEX_FILE, Checkpoint
+from ...models.source import INDEX_FILE, Checkpoint, sidecars
 from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes

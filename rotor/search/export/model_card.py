@@ -9,13 +9,13 @@ from typing import Any, cast
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoint.families import Family
-from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.files import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo
 from ...checkpoint.sizes import share_removed
-from ...installing import pip_install
 from ...progress import in_bytes
 from ...recipe.recipe import Recipe
+from ...versions import pip_install
 from ..evaluation.accuracy import Accuracy
 
 

@@ -10,7 +10,7 @@ from ...calibration.allocation.plan import Plan
 from ...checkpoint.folding import model_layouts
 from ...errors import UsageError
 from ...models.compressible import CompressibleModel
-from ...models.device_plan import DevicePlan
+from ...models.hardware import DevicePlan
 from ...models.readiness import describe_evaluation
 from ...models.splits import EvaluationData, evaluation_data
 from ...progress import Progress, StageTimes, in_time

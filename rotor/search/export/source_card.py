@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...checkpoint.yaml_files import MAX_CHARACTERS, read_yaml
+from ...checkpoint.files import MAX_CHARACTERS, read_yaml
 from ...errors import RecipeError
 
 REPEATED = ("license", "license_name", "license_link", "language")

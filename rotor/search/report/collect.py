@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from ...calibration.run import Run
 from ...checked import Reader
 from ...checkpoint.families import attention_shape
-from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.files import ROTOR_JSON
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeInfo
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
-from ...models.lengths import LONG_CONTEXT
+from ...models.sequences import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe.metric_registry import metric_info

@@ -21,8 +21,7 @@ from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ...checkpoint.rows import RowScale
 from ...checkpoint.tensors import BASES, FLOAT32, layer_tensors
 from ...errors import NumericsError
-from ...kernels.defaults import default_layer
-from ...kernels.dispatch import layer_served
+from ...kernels.dispatch import default_layer, layer_served
 from ...kernels.exact_slots import ExactSlots
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.passes import Pass

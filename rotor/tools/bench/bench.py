@@ -11,8 +11,8 @@ from ...checked import JsonObject
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
 from ...models.hardware import pick_device, pick_dtype
-from ...models.lengths import bounded_seq_len
 from ...models.loading import load_model
+from ...models.sequences import bounded_seq_len
 from ...options import with_fields_of
 from ...policies import stored_bytes
 from ...progress import Progress

@@ -8,9 +8,9 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ...errors import UsageError
-from ...installing import pip_install
 from ...kernels.dispatch import triton_installed
 from ...progress import Progress
+from ...versions import pip_install
 from .subjects import Subject
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ...checked import JsonObject
-from ...checkpoint.atomic import write_text
-from ...checkpoint.file_names import KERNEL_CONFIG
+from ...checkpoint.files import KERNEL_CONFIG, write_text
 from ...checkpoint.kernel_config import KernelConfig, LayerKernels, Tile
 from ...checkpoint.layout import LayerLayout
 from ...errors import UsageError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...checked import JsonObject
 from ...checkpoint.families import family_of
-from ...checkpoint.hashes import tensor_sha256
+from ...checkpoint.files import tensor_sha256
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.sizes import CacheSize
 from ...checkpoint.tensors import layer_tensors

@@ -19,10 +19,10 @@ from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
 from ...models.compressible import CompressibleModel
-from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
+from ...models.hardware import DevicePlan
 from ...models.layerwise import LayerwiseModel
-from ...models.lengths import bounded_seq_len, context_tokens
+from ...models.sequences import bounded_seq_len, context_tokens
 from ...models.source import CHANGED, Checkpoint
 from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens

@@ -14,7 +14,7 @@ from gpu.summary import markdown, tuned
 
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench import tuning
 from rotor.tools.bench.subjects import Subject
 

@@ -19,7 +19,7 @@ from ....checkpoint.families import attention_shape
 from ....checkpoint.sizes import exact_bytes_of_sequence, kv_bytes_of_sequence
 from ....errors import UnsupportedModelError
 from ....models.hardware import fast_products, matmul_rate
-from ....models.lengths import bounded_seq_len
+from ....models.sequences import bounded_seq_len
 from ....policies import FP8, KIVI, PerToken, Policy, cache_policy
 from ....policies.quantiser import Quantiser
 from ....search.evaluation.cached import LONGEST_STEP
