@@ -16,7 +16,7 @@ from rotor.calibration.run import Run
 from rotor.errors import UsageError
 from rotor.search.export.export import export
 from rotor.search.export.materialise import materialise
-from rotor.search.export.source_card import repeated_metadata
+from rotor.search.export.model_card import repeated_metadata
 from rotor.search.report.collect import collect
 from rotor.tools.validation.validate import validate
 

@@ -11,7 +11,7 @@ from rotor.calibration.prediction.cost import DecodeStep
 from rotor.checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row
 from rotor.kernels.dispatch import default_layer
-from rotor.tools.bench.subjects import Subject
+from rotor.tools.bench.precompile import Subject
 
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
 """Whose instructions are counted, a key, and whose time is predicted."""

@@ -18,7 +18,7 @@ from ..kernels.rotary import Rotation
 from ..runtime.rope import rows_of
 from ..runtime.steps import AttentionCall
 from .cache import Rows
-from .plan import token_runs
+from .launch import token_runs
 from .wire import Wire
 
 

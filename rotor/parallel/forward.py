@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..runtime.positions import check_positions
 from .attention import visible
 from .cache import ShardedLayer
-from .plan import own_indices
+from .launch import own_indices
 from .wire import Wire
 
 if TYPE_CHECKING:

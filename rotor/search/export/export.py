@@ -38,9 +38,8 @@ from ..evaluation.accuracy import Accuracy
 from ..point import Point
 from ..report.report import write_with_checkpoint
 from .job import ExportJob
-from .model_card import model_card
+from .model_card import model_card, repeated_metadata
 from .search import RankSearch
-from .source_card import repeated_metadata
 from .texts import texts_before_and_after
 
 if TYPE_CHECKING:

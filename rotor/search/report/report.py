@@ -22,8 +22,7 @@ from ...errors import UsageError
 from ...progress import in_bytes, in_time
 from ...recipe.recipe import Recipe
 from ...versions import pip_install
-from .collect import collect, collect_checkpoint, collect_run
-from .data import Cell, ReportData
+from .collect import Cell, ReportData, collect, collect_checkpoint, collect_run
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"

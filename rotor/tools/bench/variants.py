@@ -23,7 +23,7 @@ from ...kernels.parameters import AttentionParameters
 from ...kernels.ranges import KeyRanges
 from ...kernels.rows import row_dtype
 from .attention import random_slots, step_tensors, zero_scale
-from .subjects import Subject
+from .precompile import Subject
 
 CPU = torch.device("cpu")
 
