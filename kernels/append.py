@@ -31,9 +31,9 @@ from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, Code
 from .arrivals import counters, last_of, prepare_counters
 from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
+from .parameters import as_loaded, row_dtype
 from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
 from .rotary import Rotation
-from .rows import as_loaded, row_dtype
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV

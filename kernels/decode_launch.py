@@ -25,11 +25,10 @@ from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
 from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
-from .parameters import AttentionParameters
+from .parameters import AttentionParameters, as_loaded
 from .passes import capturing
 from .ranges import KeyRanges
 from .rotary import Rotation, beginnings_of
-from .rows import as_loaded
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they

@@ -20,9 +20,8 @@ from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 from rotor.checkpoint.rows import SCALE_MIDDLE, SCALE_STEPS
 
 from .launch import launch, padded, precision
-from .parameters import AttentionParameters
+from .parameters import AttentionParameters, as_loaded
 from .rotary import Rotation, beginnings_of
-from .rows import as_loaded
 
 KEYS = 64
 """Keys that a program expands."""

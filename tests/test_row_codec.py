@@ -14,7 +14,7 @@ from rotor.checkpoint.row_codec import CODES, PREDICTED, RAW, RowCodec, Zstandar
 from rotor.checkpoint.row_prediction import LayerCodes, fitted
 from rotor.checkpoint.rows import CodedRow
 from rotor.errors import CheckpointError
-from rotor.kernels.rows import pack_layer
+from rotor.kernels.parameters import pack_layer
 
 pytest.importorskip("zstandard", reason="zstandard is not installed (the extra store)")
 

@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from ..parameters import AttentionParameters
+from ..parameters import AttentionParameters, read_class
 from ..rotary import Rotation, rotate
-from ..rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 """True where this CPU multiplies bfloat16. The private name may go."""

@@ -277,6 +277,11 @@ class Family:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
+    @property
+    def rotates_in_halves(self) -> bool:
+        """Tell whether `rotation` returns the tables of the rotary embedding as they are."""
+        return self.tables == "halves" and not self.norms_behind_rope and not self.rotates_back
+
     def rotation(self, given: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
         cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given

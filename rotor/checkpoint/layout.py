@@ -109,7 +109,7 @@ class AttentionShape:
         for own in set(self.heads):  # each is checked as the only one
             replace(self, heads=(), without_rope=(), windows=(), **own._asdict())
 
-    @property
+    @cached_property
     def heads_per_kv(self) -> int:
         """Query heads of a KV head; of one layer, as all properties below whose docstrings say a layer."""
         return self.num_heads // self.num_kv_heads
@@ -287,12 +287,12 @@ class GroupLayout:
     def joint(self) -> bool:
         return self.value is None
 
-    @property
+    @cached_property
     def latents(self) -> tuple[Row, ...]:
         """The rows that the cache holds, one a latent."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
-    @property
+    @cached_property
     def values(self) -> Row:
         """The latent that values are read from."""
         return self.latents[-1]
@@ -377,6 +377,8 @@ class LayerLayout:
     All groups of a layer have the same number of KV heads and of split planes (see `CodedRow`); either all are coded or
     none, and either all are joint or none. Rows of coded joint groups are scaled. One kernel reads them all.
 
+    What follows from the fields is computed once: every step of decoding asks for it in every layer.
+
     rope_block: T, a power of two up to MOST_ROPE_BLOCK, 1 is pre-RoPE; None: all positions, post-RoPE.
     exact: tokens that are kept exactly too; None: none, and then weights have the bases folded in.
     """
@@ -399,28 +401,28 @@ class LayerLayout:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the hash, which other processes compute otherwise."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        """The fields alone: other processes compute another hash, and what else is computed once."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    @property
+    @cached_property
     def form(self) -> KeyForm:
         return KeyForm(self.rope_block)
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         return len(self.groups[0].kv_heads)
 
-    @property
+    @cached_property
     def joint(self) -> bool:
         """Tell whether keys and values are coded together: attention then reads both from the key rows."""
         return self.groups[0].joint
 
-    @property
+    @cached_property
     def scaled(self) -> bool:
         """Tell whether rows have a scale, as those of joint groups of codes."""
         return self.groups[0].key.scaled
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Tell whether the layer keeps rows of bytes (see `rows`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
@@ -430,12 +432,12 @@ class LayerLayout:
         """The kind of kernels that serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
         return ("joint" if self.joint else "apart") if self.coded else "numbers"
 
-    @property
+    @cached_property
     def in_blocks(self) -> bool:
         """Tell whether RoPE stands between stored keys and queries, block by block; pre-RoPE, position by position."""
         return self.rope_block is not None
 
-    @property
+    @cached_property
     def pre_rope(self) -> bool:
         """Tell whether keys are stored before RoPE, and expanded and rotated when they are read."""
         return self.form == PRE_ROPE
@@ -464,7 +466,7 @@ class LayerLayout:
         """Tell whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
         return self.exact is None
 
-    @property
+    @cached_property
     def latents_per_group(self) -> int:
         """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return len(self.groups[0].latents)
@@ -502,42 +504,42 @@ class LayerLayout:
         values = "" if self.joint else "v"
         return frozenset(keys + values + "o")
 
-    @property
+    @cached_property
     def key_rank(self) -> int:
         """Channels of all key latents."""
         return sum(group.key.rank for group in self.groups)
 
-    @property
+    @cached_property
     def value_rank(self) -> int:
         """Channels of all latents that values are read from."""
         return sum(group.values.rank for group in self.groups)
 
-    @property
+    @cached_property
     def key_width(self) -> int:
         """Columns of the bases that read all key latents."""
         return sum(group.key.width for group in self.groups)
 
-    @property
+    @cached_property
     def value_width(self) -> int:
         """Columns of the weights that read all latents of values."""
         return sum(group.values.width for group in self.groups)
 
-    @property
+    @cached_property
     def stored_value_rank(self) -> int:
         """Channels of all latents that have a value row."""
         return sum(group.value.rank for group in self.groups if group.value is not None)
 
-    @property
+    @cached_property
     def operands(self) -> int:
         """Numbers that attention reads of a word of every latent, see `CodedRow`; 1 of numbers."""
         return self.groups[0].key.operands
 
-    @property
+    @cached_property
     def word_operands(self) -> int:
         """The same, and 0 of numbers: how kernels tell them apart."""
         return self.groups[0].key.word_operands
 
-    @property
+    @cached_property
     def planes(self) -> int:
         """Nibbles of a word; 1 of numbers."""
         return self.groups[0].key.planes
@@ -575,13 +577,22 @@ class LayerLayout:
         key, value = (accumulate((self._stride(x, model_bytes) for x in side), initial=0) for side in sides)
         return list(zip(key, value, strict=True))[:-1]
 
-    @property
+    @cached_property
     def kv_head_order(self) -> tuple[int, ...]:
         """Original indices of the KV heads in the order of the rows and of the compressed projections."""
         return tuple(head for group in self.groups for head in group.kv_heads)
 
-    def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
+    def classes(self, model_bytes: int = 2) -> tuple[GroupClass, ...]:
         """Runs of groups with equal latents, with the sizes of all groups before them."""
+        if model_bytes not in self._classes:
+            self._classes[model_bytes] = tuple(self._runs(model_bytes))
+        return self._classes[model_bytes]
+
+    @cached_property
+    def _classes(self) -> dict[int, tuple[GroupClass, ...]]:
+        return {}
+
+    def _runs(self, model_bytes: int) -> Iterator[GroupClass]:
         start = key_rank = value_rank = key_column = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:

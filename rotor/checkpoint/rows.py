@@ -145,7 +145,7 @@ class CodedRow:
         """Channels of each width, in the order of WIDTHS."""
         return tuple(getattr(self, f"n{bits}") for bits in WIDTHS)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Number of channels: what a projection into the latent puts out."""
         return sum(self.counts)
@@ -156,12 +156,12 @@ class CodedRow:
         bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True)) + NIBBLE_BITS * self.scaled
         return PLANE_WORDS * -(-bits // (PLANE * NIBBLE_BITS))
 
-    @property
+    @cached_property
     def operands(self) -> int:
         """Count of numbers that attention reads out of a word: its nibbles, and the lower crumbs of split ones."""
         return WORD_PLANES + self.split
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of the basis that reads a row."""
         return self.operands * self.words

@@ -16,7 +16,7 @@ from ..checked import Expect, JsonObject, Reader, shorten
 from ..checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
-from ..kernels.rows import row_dtype
+from ..kernels.parameters import row_dtype
 from ..runtime.exact import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes

@@ -21,12 +21,11 @@ from ..checkpoint.projections import CompressedProjections, attention_norms
 from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
 from ..kernels.dispatch import call_served, default_layer, layer_served
-from ..kernels.parameters import AttentionParameters
+from ..kernels.parameters import AttentionParameters, pack_layer, row_scale
 from ..kernels.passes import TokenSpan
 from ..kernels.reference.attention import project_keys
 from ..kernels.reference.exact import project_rows
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
 from .exact import NewTokens
@@ -85,6 +84,7 @@ class RotorAttention(CompressedProjections):
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.family, self.shape, self.layout = family, shape, layout
         self.is_read_by_others = self.layer_idx in family.read_by_others
+        self.rotates_in_halves = family.rotates_in_halves
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
@@ -104,7 +104,9 @@ class RotorAttention(CompressedProjections):
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
-        given = None if position_embeddings is None else self.family.rotation(position_embeddings)
+        given: Any = position_embeddings
+        if given is not None and not self.rotates_in_halves:
+            given = self.family.rotation(given)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)

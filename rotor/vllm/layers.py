@@ -23,8 +23,7 @@ from ..checkpoint.rewritten import BASES, open_rewritten
 from ..checkpoint.section import CompressedSection
 from ..errors import CheckpointError, UsageError
 from ..kernels.dispatch import config_of, default_layer, layer_served
-from ..kernels.parameters import AttentionParameters
-from ..kernels.rows import row_scale
+from ..kernels.parameters import AttentionParameters, row_scale
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of

@@ -8,7 +8,7 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, layer
 
 from rotor.checkpoint.bases import levels_of
 from rotor.checkpoint.rows import NIBBLE_BITS, SIGNED
-from rotor.kernels.rows import pack_layer, read_class
+from rotor.kernels.parameters import pack_layer, read_class
 
 LATENTS = [
     MIXED,

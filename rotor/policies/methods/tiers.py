@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from ...checkpoint.layout import GroupLayout, LayerLayout
 from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
-from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...kernels.parameters import AttentionParameters, resize_layer, seq_len_of
 from ...kernels.reference.attention import join, partial_attention
 from ...kernels.rotary import Rotation
-from ...kernels.rows import resize_layer
 from ...runtime.steps import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding, right_aligned
 from ..policy import Policy, Share

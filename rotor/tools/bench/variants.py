@@ -19,9 +19,8 @@ from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
 from ...kernels.decode_launch import DecodeLayer, block_starts, decode_attention
 from ...kernels.expand import PagesOf, expand
-from ...kernels.parameters import AttentionParameters
+from ...kernels.parameters import AttentionParameters, row_dtype
 from ...kernels.ranges import KeyRanges
-from ...kernels.rows import row_dtype
 from .attention import random_slots, step_tensors, zero_scale
 from .precompile import Subject
 
