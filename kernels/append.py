@@ -5,8 +5,8 @@ In a layer with exact tokens keys are also rotated as attention takes them, and 
 heads, which are projected here.
 
 All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
-each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
-product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
+each of the four nibbles of a word. The columns of the basis are gathered by this table, so that the columns of the
+product are the nibbles, lane by lane, followed by the lower crumbs of split lanes. A channel with several digits is
 computed once for each, which costs little beside reading the basis. The row of a joint group of codes has a scale, by
 all of its latents: there programs leave latents in memory, and the last one of a group codes them (`quantise`).
 
@@ -32,7 +32,7 @@ from .arrivals import counters, last_of, prepare_counters
 from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
 from .parameters import as_loaded, row_dtype
-from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
+from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, lanes_of, packed
 from .rotary import Rotation
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
@@ -233,7 +233,7 @@ def append_kernel(
     STORE: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, OFFSETS: tl.constexpr, BEGINS: tl.constexpr,
     LATENTS: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FIELDS: tl.constexpr, GROUP_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
@@ -242,7 +242,7 @@ def append_kernel(
     given as heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and
     keys, which are written behind them. INDEX, SLOTS: `index` or `slots` is given. STORE: store keys and values of
     heads exactly, by offset and begin, which with OFFSETS and BEGINS are on the device; FIRST, NEWEST: slots.
-    PLANES: planes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
+    LANES: lanes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
     `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
     `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
@@ -293,8 +293,8 @@ def append_kernel(
         held, written = tl.load(job + 5), tl.load(job + 6)
         # Columns of the basis that this program needs, by the digit table if rows are codes.
         if CODED:
-            plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
-            place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
+            lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
+            place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
             column, some = place >> 10, place >= 0
         else:
             column = start + tl.arange(0, COLUMNS)
@@ -342,15 +342,15 @@ def append_kernel(
             if last:
                 code_group(
                     own, code_shift, code_length, code_halves, of_key, code_places,
-                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, PLANES, MIDDLE, LARGEST,
+                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
                     STEPS,
                 )  # fmt: skip
         else:
             if CODED:
-                out = first_word + tl.arange(0, COLUMNS // PLANES)
-                full = tl.arange(0, COLUMNS // PLANES) < held
-                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, PLANES), 0)
-                mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
+                out = first_word + tl.arange(0, COLUMNS // LANES)
+                full = tl.arange(0, COLUMNS // LANES) < held
+                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
+                mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
             else:
                 out = first_word + tl.arange(0, COLUMNS)
                 result = latents
@@ -595,7 +595,7 @@ def tables_of(
         rotated: keys are rotated by the kernel. stored: and kept in slots of exact tokens.
     """
     folded = layout.folds_keys(shape)
-    planes = planes_of(layout)
+    lanes = lanes_of(layout)
     places: list[int] = []
     jobs: list[list[int]] = []
     size, unit = dtype.itemsize, layout.word_bytes(dtype.itemsize)
@@ -610,11 +610,11 @@ def tables_of(
                 jobs += [[kind, head, column + done, len(parts), number, *[latent.rank - done] * 2] for done in parts]
             elif isinstance(latent, CodedRow):
                 first, words = len(places), latent.words
-                places += [entry for plane in digits_of(latent, column, planes) for entry in plane]
+                places += [entry for lane in digits_of(latent, column, lanes) for entry in lane]
                 following = layout.byte_offsets(size)[number + 1 :]
                 end = following[0][not keys] if following else layout.read_bytes(size)[not keys]
                 written = end // unit - dest
-                for word in range(0, written, COLUMNS // planes):
+                for word in range(0, written, COLUMNS // lanes):
                     jobs.append([kind, head, first + word, words, dest + word, words - word, written - word])
             else:
                 for done in range(0, latent.rank, COLUMNS):
@@ -633,7 +633,7 @@ def tables_of(
         "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim),
         "CODED": layout.coded and not layout.scaled, "LATENTS": layout.scaled, "FOLDED": folded,
         "MIDDLE": SCALE_MIDDLE, "LARGEST": SCALE_LARGEST, "STEPS": SCALE_STEPS, "COLUMNS": COLUMNS, "FIELDS": FIELDS,
-        "GROUP_FIELDS": GROUP_FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
+        "GROUP_FIELDS": GROUP_FIELDS, "PRECISION": precision(dtype), "LANES": lanes,
     }  # fmt: skip
     return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 

@@ -159,7 +159,7 @@ def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> T
     """
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
-    work = widest // layout.operands * layout.planes * rows * (1 + layout.latents_per_group) // 2
+    work = widest // layout.operands * layout.word_nibbles * rows * (1 + layout.latents_per_group) // 2
     if not layout.coded:
         return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
     if work > 3072 or widest > 256:

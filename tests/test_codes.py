@@ -177,11 +177,11 @@ def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], scaled: bool):
-    """Of planes of 3 nibbles, so that few channels fill some; one of the first may hold a scale."""
+    """Of units of 3 nibbles, so that few channels fill some; one of the first may hold a scale."""
     energy = normal(6, seed=seed).square()
     left = torch.tensor([{0: 1.0, 2: 0.12, 4: 0.012, 6: 1e-3, 8: 1e-4, 12: 1e-6, 16: 1e-8}[bits] for bits in widths])
     losses = energy * left[:, None].double()
-    curve = bit_curve(losses, widths, scaled, plane=3)
+    curve = bit_curve(losses, widths, scaled, unit=3)
     expected = all_losses(losses.numpy(), widths)
     assert curve.loss[0] == np.inf
     assert len(curve.loss) == -(-(6 * max(widths) // 2 + 2 * scaled) // 6) + 1

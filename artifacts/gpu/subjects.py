@@ -21,13 +21,13 @@ PAGE = 64
 
 
 SPLIT = 16
-"""Cut nibbles a KV head of a row whose last planes of nibbles are read twice, for their crumbs."""
+"""Cut nibbles a KV head of a row whose last lanes of nibbles are read twice, for their crumbs."""
 
 
 def subject_of(
     name: str, kind: str, nibbles: int, heads: int, shape: AttentionShape, layers: int = 1, split: bool = False
 ) -> Subject:
-    """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where planes are split.
+    """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where lanes are split.
 
     Args:
         kind: `joint`, or a latent each of keys and of values: `apart` of codes, or `numbers`.

@@ -111,10 +111,10 @@ def layout_class(layout: LayerLayout) -> str:
     """Case that the kernels of a layer are compiled for, in words: `joint 256x2, T 64`.
 
     Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
-    rotated, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
-    no codes.
+    rotated, lanes of nibbles whose crumbs are read too; `apart` where values have latents of their own, `numbers` where
+    there are no codes.
     """
-    nibbles = layout.planes
+    nibbles = layout.word_nibbles
     widths = []
     for cls in layout.classes():
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)

@@ -374,7 +374,7 @@ class ExactTokens:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have the same number of KV heads and of split planes (see `CodedRow`); either all are coded or
+    All groups of a layer have the same number of KV heads and of split lanes (see `CodedRow`); either all are coded or
     none, and either all are joint or none. Rows of coded joint groups are scaled. One kernel reads them all.
 
     What follows from the fields is computed once: every step of decoding asks for it in every layer.
@@ -540,9 +540,9 @@ class LayerLayout:
         return self.groups[0].key.word_operands
 
     @cached_property
-    def planes(self) -> int:
+    def word_nibbles(self) -> int:
         """Nibbles of a word; 1 of numbers."""
-        return self.groups[0].key.planes
+        return self.groups[0].key.word_nibbles
 
     def element_bytes(self, model_bytes: int) -> int:
         """Bytes of an element of a row as tensors hold it, in a model whose dtype takes model_bytes."""

@@ -14,7 +14,7 @@ from ...checkpoint.layout import (
     LayerForm,
     LayerLayout,
 )
-from ...checkpoint.rows import PLANE, CodedRow, NumberRow, Row
+from ...checkpoint.rows import UNIT_NIBBLES, CodedRow, NumberRow, Row
 from ...checkpoint.sizes import kv_bytes_per_token
 from ..form import group_sizes
 from .cost import DecodeStep, layer_time, uncompressed_layer_time
@@ -130,8 +130,8 @@ def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: b
     A joint row is as wide as two separate latents together.
     """
     keys, size, joint = form
-    planes = max(1, round(kept * form.columns(shape.head_dim) * (4 if coded else 1) / PLANE))
-    row: Row = CodedRow(n4=planes * PLANE - joint, scaled=joint) if coded else NumberRow(planes * PLANE)
+    units = max(1, round(kept * form.columns(shape.head_dim) * (4 if coded else 1) / UNIT_NIBBLES))
+    row: Row = CodedRow(n4=units * UNIT_NIBBLES - joint, scaled=joint) if coded else NumberRow(units * UNIT_NIBBLES)
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), row, None if joint else row) for i in heads[::size])
     return LayerLayout(tuple(groups), *keys)

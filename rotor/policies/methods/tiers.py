@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...checkpoint.layout import GroupLayout, LayerLayout
-from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
+from ...checkpoint.rows import NIBBLE_BITS, UNIT_NIBBLES, WIDTHS, WORD_NIBBLES, CodedRow, NumberRow, Row
 from ...kernels.parameters import AttentionParameters, resize_layer, seq_len_of
 from ...kernels.reference.attention import join, partial_attention
 from ...kernels.rotary import Rotation
@@ -323,7 +323,7 @@ class _CutAttention:
 
 
 def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:
-    """Cut a share of each latent off its end: to the nearest number of channels (of codes: of planes), at least one."""
+    """Cut a share of each latent off its end: to the nearest number of channels, or units of 16 nibbles; one stays."""
     groups = (
         GroupLayout(g.kv_heads, cut_latent(g.key, qk_ratio), g.value and cut_latent(g.value, v_ratio))
         for g in layout.groups
@@ -332,10 +332,10 @@ def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLay
 
 
 def cut_latent(latent: Row, ratio: float) -> Row:
-    """The first channels of a latent, as many as lie in whole planes."""
+    """The first channels of a latent, as many as lie in whole units."""
     if isinstance(latent, NumberRow):
         return NumberRow(_kept(latent.rank, ratio, 1))
-    nibbles = _kept(WORD_PLANES * latent.words, ratio, PLANE) - latent.scaled
+    nibbles = _kept(WORD_NIBBLES * latent.words, ratio, UNIT_NIBBLES) - latent.scaled
     left, counts = nibbles * NIBBLE_BITS, []
     for bits, count in zip(WIDTHS, latent.counts, strict=True):
         counts.append(min(count, left // bits))

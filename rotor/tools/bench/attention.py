@@ -273,8 +273,8 @@ def bench_layer(
         rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
     rows["SDPA"] = sdpa(query, key, value), sdpa(*last)()
     errors = {}
-    for name, (call, exact) in rows.items():
-        errors[name] = relative_error(call(), exact)
+    for name, (call, expected) in rows.items():
+        errors[name] = relative_error(call(), expected)
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(
                 f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "
