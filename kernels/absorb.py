@@ -76,7 +76,7 @@ def absorb_kernel(
     first_start = block_0 + sequence * starts_blocks
     first_block = tl.program_id(0) * COUNT
     if first_block < blocks:
-        own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
+        query_row = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
         own_basis = basis + (head // PER_HEAD).to(tl.int64) * (CHUNKS * CHUNK * OPERANDS * COLUMNS)
         own_constants = constants + head // PER_HEAD * (CHUNKS * CHUNK * 8)
         place = tl.arange(0, COUNT)
@@ -103,12 +103,12 @@ def absorb_kernel(
         planes = ()
         for c in tl.static_range(ROTARY):
             plane = half + c * HALF
-            planes += (tl.load(own + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
-            planes += (tl.load(own + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            planes += (tl.load(query_row + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            planes += (tl.load(query_row + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
-            q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
+            q = tl.load(query_row + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
             still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
         # Places of COUNT blocks behind the first, in starts and among the results.
         at_start = starts + (place * (2 * STARTS))[:, None] + half[None, :]

@@ -143,12 +143,12 @@ def projected(
         there = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
-            own = tl.load(
+            basis_rest = tl.load(
                 key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0
             )
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
-            result = tl.dot(own.to(numbers.dtype), numbers, result, input_precision=PRECISION)
+            result = tl.dot(basis_rest.to(numbers.dtype), numbers, result, input_precision=PRECISION)
     if SHIFT:
         result += tl.load(shift + column, mask=some, other=0.0)[None, :]
     return result
@@ -190,8 +190,8 @@ def rotate_head(
     if REST > 0:
         place = tl.arange(0, REST_PADDED)
         there = valid[:, None] & (place < REST)[None, :]
-        own = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0)
-        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
+        rest = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0)
+        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], rest, mask=there)
 
 
 @triton.jit

@@ -81,15 +81,15 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
         return (words,)
     words = words.to(tl.uint16, bitcast=True)
     if ASM:
-        found = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        digits = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
         low = (words & 0xFF).to(tl.uint16)
         high = (words >> 8).to(tl.uint16)
-        found = (low & 0xF, low, high & 0xF, high)
-    unpacked = (as_number(found[0], DTYPE), as_number(found[1], DTYPE), as_number(found[2], DTYPE))
-    unpacked += (as_number(found[3], DTYPE),)
+        digits = (low & 0xF, low, high & 0xF, high)
+    unpacked = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
+    unpacked += (as_number(digits[3], DTYPE),)
     for j in tl.static_range(4, CODED):
-        unpacked += (as_number(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM), DTYPE),)
+        unpacked += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
     return unpacked
 
 
@@ -488,13 +488,13 @@ def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECI
 @triton.jit
 def settled(weighted, weight_since, shrink, CODED: tl.constexpr):
     """Weighted values, [VALUE_PART, ROWS] each, without what operands have too much since the last move, shrunk."""
-    found = ()
+    kept_values = ()
     for i in tl.static_range(len(weighted)):
         kept = weighted[i]
         if CODED:
             kept -= (weight_since * (excess(i % CODED) * UNIT))[None, :]
-        found += (kept * shrink[None, :],)
-    return found
+        kept_values += (kept * shrink[None, :],)
+    return kept_values
 
 
 @triton.jit

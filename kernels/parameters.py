@@ -80,8 +80,8 @@ class AttentionParameters:
         classes = list(self.layout.classes())
         columns = self.output_basis.split([cls.count * cls.value.width for cls in classes], dim=-1)
         return [
-            own.unflatten(-1, (cls.count, -1)).unflatten(0, (self.layout.group_size, -1)).permute(2, 0, 1, 3)
-            for cls, own in zip(classes, columns, strict=True)
+            basis.unflatten(-1, (cls.count, -1)).unflatten(0, (self.layout.group_size, -1)).permute(2, 0, 1, 3)
+            for cls, basis in zip(classes, columns, strict=True)
         ]
 
     def constant(self, cls: GroupClass) -> Tensor | None:

@@ -61,14 +61,15 @@ def packed(latents, place, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LAN
 
 @triton.jit
 def code_group(
-    own, shift, length, halves, rows, places, group, valid, stored,
+    first_latent, shift, length, halves, rows, places, group, valid, stored,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
     """Code the latents of a group of ROWS tokens, and write its words.
 
     Tensors:
-        own, rows: [ROWS], pointers to the first latent of all groups, and to the first word of the row, of each token.
+        first_latent, rows: [ROWS], pointers to the first latent of all groups, and to the first word of the row, of
+            each token.
         shift, length, halves: [rank] float32; halves: half the number of codes of each channel. places: the digit
             table. group: [GROUP_FIELDS].
         valid: whether a token is there; stored: and its row is written.
@@ -84,7 +85,7 @@ def code_group(
     energy = tl.zeros((ROWS,), tl.float32)
     for before in range(0, rank, COLUMNS):
         some = before + channel < rank
-        latent = own[:, None] + (first + before + channel)[None, :]
+        latent = first_latent[:, None] + (first + before + channel)[None, :]
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
         energy += tl.sum(p * p * tl.load(length + first + before + channel, mask=some, other=0.0)[None, :], 1)
     doubled = tl.log2(tl.maximum(energy, 1e-30)) * (0.5 * STEPS)
@@ -95,7 +96,7 @@ def code_group(
     lost, lost_by_larger = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for before in range(0, rank, COLUMNS):
         some = before + channel < rank
-        latent = own[:, None] + (first + before + channel)[None, :]
+        latent = first_latent[:, None] + (first + before + channel)[None, :]
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
         moved_by = tl.load(shift + first + before + channel, mask=some, other=0.0)[None, :]
         most = tl.load(halves + first + before + channel, mask=some, other=0.0)[None, :] - 0.5
@@ -114,7 +115,7 @@ def code_group(
     for before in range(0, written, WORDS):
         place = tl.load(places + start + lane * words + before + word, mask=before + word < words, other=-1)
         source, some = place >> 10, place >= 0
-        latent = own[:, None] + (first + source)[None, :]
+        latent = first_latent[:, None] + (first + source)[None, :]
         p = tl.load(latent, mask=valid[:, None] & some[None, :], other=0.0).to(tl.float32)
         target = p / scale[:, None] + tl.load(shift + first + source, mask=some, other=0.0)[None, :]
         made = packed(target, place, nibble.to(tl.int32), ROWS, COLUMNS, LANES)

@@ -196,7 +196,7 @@ class Calibration:
         if spec.source == "synthetic":
             self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
         sequences = prune_sequences(sample.sequences, self.recipe.prune, sample.topics)
-        least = self.form.group_size * max(own.head_dim for own in self.shape.sizes)
+        least = self.form.group_size * max(sizes.head_dim for sizes in self.shape.sizes)
         if sequences.numel() < least:
             raise DataError(
                 f"{sequences.numel()} calibration tokens, fewer than the {least} dimensions of a group.",

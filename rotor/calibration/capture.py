@@ -172,8 +172,8 @@ def observed_attention(
     ) -> tuple[Tensor, None]:
         reads = module.layer_idx in source_of
         layer = source_of[module.layer_idx] if reads else layer_of[module.layer_idx]
-        own = shape.layer(layer)
-        query, key = (family.in_halves(side, own) for side in (query, key))
+        layer_shape = shape.layer(layer)
+        query, key = (family.in_halves(side, layer_shape) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
@@ -193,9 +193,9 @@ def observed_attention(
             key, value = torch.cat([key, coded[0]], dim=2), torch.cat([value, coded[1]], dim=2)
             attention_mask = exact_then_coded(attention_mask, query.shape[2], exact[layer], query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
-        output = output.unflatten(-1, (own.num_heads, -1))
+        output = output.unflatten(-1, (layer_shape.num_heads, -1))
         report(layer, {"query": query} if reads else tensors, output)
-        return _block_of_head(output, own, group_size), None
+        return _block_of_head(output, layer_shape, group_size), None
 
     def keep(layer: int) -> Callable[..., Tensor]:
         def scaled(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:

@@ -113,9 +113,9 @@ def calibration_flops(outline: ModelOutline, recipe: Recipe) -> dict[str, float]
 def layer_sizes(shape: AttentionShape, form: ModelForm) -> list[tuple[AttentionShape, int, LayerForm]]:
     """The sizes of layers with heads of each size, how many there are, and the form of the first of them."""
     sizes = []
-    for own, count in shape.sizes.items():
-        heads = HeadSizes(own.num_kv_heads, own.head_dim, own.rotary_dim)
-        sizes.append((own, count, form.layer(shape.heads.index(heads) if shape.heads else 0)))
+    for sizes_of_layers, count in shape.sizes.items():
+        heads = HeadSizes(sizes_of_layers.num_kv_heads, sizes_of_layers.head_dim, sizes_of_layers.rotary_dim)
+        sizes.append((sizes_of_layers, count, form.layer(shape.heads.index(heads) if shape.heads else 0)))
     return sizes
 
 

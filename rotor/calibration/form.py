@@ -26,7 +26,7 @@ def model_form(recipe: Recipe, shape: AttentionShape) -> ModelForm:
         raise RecipeError(
             f"exact.newest 0: this model needs exact tokens: {shape.needs_exact}.", "Give --set exact.newest=128."
         )
-    keys = tuple(_key_form(recipe, own) for own in shape.layers)
+    keys = tuple(_key_form(recipe, layer_shape) for layer_shape in shape.layers)
     rotated = next(form for layer, form in enumerate(keys) if layer not in shape.without_rope)
     # Keys hardly rotate within a block, so they are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (rotated.rope_block is not None or not shape.rotates)
@@ -47,7 +47,10 @@ def length_warning(form: ModelForm, shape: AttentionShape, recipe: Recipe, conte
 
 def stays_after_rope(form: ModelForm, shape: AttentionShape) -> bool:
     """Tell whether some layer stores keys as its RoPE rotates them, so that they turn on with each position."""
-    return any(keys.rope_block is None and own.rotary_dim for keys, own in zip(form.keys, shape.layers, strict=True))
+    return any(
+        keys.rope_block is None and layer_shape.rotary_dim
+        for keys, layer_shape in zip(form.keys, shape.layers, strict=True)
+    )
 
 
 def block_warning(form: ModelForm, exact: ExactTokens | None) -> str:
@@ -95,5 +98,5 @@ def group_sizes(shape: AttentionShape) -> list[int]:
 
 def best_group_size(shape: AttentionShape) -> int:
     """The most KV heads that share a latent: the largest divisor of their number within SHARED_NUMBERS, or one."""
-    dim = max(own.head_dim for own in shape.sizes)
+    dim = max(sizes.head_dim for sizes in shape.sizes)
     return max((size for size in group_sizes(shape) if size * dim <= SHARED_NUMBERS), default=1)

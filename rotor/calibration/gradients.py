@@ -228,7 +228,7 @@ def weight_fisher(
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
     sequences = tokens[: max(1, count // tokens.shape[1])]
-    heads = [own.num_kv_heads for own in shape.layers]
+    heads = [layer_shape.num_kv_heads for layer_shape in shape.layers]
     totals = torch.zeros(shape.num_layers, 2, max(heads), dtype=torch.float64)
     parameters = [kv_parameters(family, model, layer) for layer in range(shape.num_layers)]
     distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}

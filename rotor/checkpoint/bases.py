@@ -328,7 +328,7 @@ class FoldedBases:
         if layout.scaled:
             ranks = [group.key.rank for group in layout.groups]
             parts_of_codes = (checked(f"code.{name}", [[sum(ranks)]]).split(ranks) for name in ("shift", "length"))
-            codes = [ScaledCode(*own) for own in zip(*parts_of_codes, strict=True)]
+            codes = [ScaledCode(*code_parts) for code_parts in zip(*parts_of_codes, strict=True)]
         return cls(sides["key"], sides["value"], codes)
 
 

@@ -611,7 +611,7 @@ def attention_shape(config: Any) -> AttentionShape:
     rotates = family.rotary is not None and len(without_rope) < len(layers)
     differ = getattr(config, "is_heterogeneous", False)
     configs = [config.per_layer_config[layer] for layer in layers] if differ else [config]
-    heads = tuple(_head_sizes(family, own, rotates) for own in configs)
+    heads = tuple(_head_sizes(family, layer_config, rotates) for layer_config in configs)
     return AttentionShape(
         num_layers=len(layers),
         num_heads=config.num_attention_heads,

@@ -308,7 +308,7 @@ def reading_rounded(
     With x = p R^T + mean, a basis E + D puts out p (1 + R^T D) about
     the mean, so that (1 + R^T D)^-1 R^T reads x.
     """
-    found: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []
+    sides: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []
     for pair in zip(keys, values, strict=True):
         rounded = [basis.encode.to(dtype).to(basis.encode.dtype) - basis.encode for basis in pair]
         if folds_values:
@@ -319,10 +319,10 @@ def reading_rounded(
         for basis, moved in zip(pair, rounded, strict=True):
             assert basis.mean is not None
             of_mean = of_mean + basis.mean @ moved
-        for side, basis in zip(found, pair, strict=True):
+        for side, basis in zip(sides, pair, strict=True):
             assert basis.shift is not None
             side.append(replace(basis, read=torch.linalg.solve(put_out, basis.read.mT).mT, shift=basis.shift - of_mean))
-    return found
+    return sides
 
 
 def _constants(bases: list[FoldedBasis], shape: AttentionShape) -> Tensor:

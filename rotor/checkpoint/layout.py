@@ -84,7 +84,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         for name in ("windows", "without_rope"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
-        object.__setattr__(self, "heads", tuple(HeadSizes(*own) for own in self.heads))
+        object.__setattr__(self, "heads", tuple(HeadSizes(*heads) for heads in self.heads))
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
         problem = ""
         if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
@@ -106,8 +106,8 @@ class AttentionShape:
             problem = f"heads of the first layer are {list(self.heads[0])}: expected the sizes of the model."
         if problem:
             raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
-        for own in set(self.heads):  # each is checked as the only one
-            replace(self, heads=(), without_rope=(), windows=(), **own._asdict())
+        for heads in set(self.heads):  # each is checked as the only one
+            replace(self, heads=(), without_rope=(), windows=(), **heads._asdict())
 
     @cached_property
     def heads_per_kv(self) -> int:
@@ -153,8 +153,8 @@ class AttentionShape:
 
     def layer(self, index: int) -> AttentionShape:
         """The sizes as they are in one layer: those of its heads, without RoPE where that does not rotate."""
-        own = replace(self, heads=(), **self.heads[index]._asdict()) if self.heads else self
-        return replace(own, rotary_dim=0, without_rope=()) if index in self.without_rope else own
+        layer_shape = replace(self, heads=(), **self.heads[index]._asdict()) if self.heads else self
+        return replace(layer_shape, rotary_dim=0, without_rope=()) if index in self.without_rope else layer_shape
 
     @property
     def layers(self) -> tuple[AttentionShape, ...]:
@@ -166,27 +166,28 @@ class AttentionShape:
         """The sizes of layers with heads of each size, and how many have them; RoPE or not makes no difference."""
         if not self.heads:
             return {self: self.num_layers}
-        return {replace(self, heads=(), **own._asdict()): n for own, n in Counter(self.heads).items()}
+        return {replace(self, heads=(), **heads._asdict()): n for heads, n in Counter(self.heads).items()}
 
     @property
     def rotates(self) -> bool:
         """Tell whether RoPE rotates the keys of any layer."""
-        return any(own.rotary_dim for own in self.heads) if self.heads else self.rotary_dim > 0
+        return any(heads.rotary_dim for heads in self.heads) if self.heads else self.rotary_dim > 0
 
     @property
     def shared_kv_heads(self) -> int:
         """The most KV heads that can share a latent in every layer: the greatest common divisor of their numbers."""
-        return math.gcd(self.num_kv_heads, *(own.num_kv_heads for own in self.heads))
+        return math.gcd(self.num_kv_heads, *(heads.num_kv_heads for heads in self.heads))
 
     @property
     def heads_in_words(self) -> str:
         """`8 KV heads of 64`; where layers differ, `8 KV heads of 64 (5 layers) or 2 KV heads of 128 (1 layer)`."""
         words = {
-            own: f"{own.num_kv_heads} KV head{'s' * (own.num_kv_heads > 1)} of {own.head_dim}" for own in self.sizes
+            sizes: f"{sizes.num_kv_heads} KV head{'s' * (sizes.num_kv_heads > 1)} of {sizes.head_dim}"
+            for sizes in self.sizes
         }
         if len(words) == 1:
             return words[self]
-        return " or ".join(f"{words[own]} ({n} layer{'s' * (n > 1)})" for own, n in self.sizes.items())
+        return " or ".join(f"{words[sizes]} ({n} layer{'s' * (n > 1)})" for sizes, n in self.sizes.items())
 
     def held_tokens(self, tokens: int) -> tuple[int, ...]:
         """Tokens that the cache of each layer holds of a sequence of so many."""
@@ -635,14 +636,14 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
     """Check that layouts are of a model of that shape; raises CheckpointError, which names the layer."""
     for index, layout in enumerate(layouts):
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
-        own = shape.layer(index)
-        if sorted(layout.kv_head_order) != list(range(own.num_kv_heads)):
-            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {own.num_kv_heads - 1} once")
-        if layout.rope_block is not None and not own.rotary_dim:
+        layer_shape = shape.layer(index)
+        if sorted(layout.kv_head_order) != list(range(layer_shape.num_kv_heads)):
+            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {layer_shape.num_kv_heads - 1} once")
+        if layout.rope_block is not None and not layer_shape.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
         if shape.needs_exact and layout.exact is None:
             raise reader.fail("exact", None, f"tokens that are kept exactly: {shape.needs_exact}")
-        columns = layout.columns(own.head_dim)
+        columns = layout.columns(layer_shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")

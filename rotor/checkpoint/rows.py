@@ -467,8 +467,8 @@ def _slots_of(row: CodedRow, device: torch.device) -> _Slots:
     highest = [digits[0] if digits else Digit(row.rank, 0, NIBBLE_BITS) for digits in row.slots]
     highest = [digit._replace(channel=row.rank + 2) if digit.channel == SCALE else digit for digit in highest]
     digits = torch.tensor([(digit.channel, digit.bit, 2**digit.bits - 1) for digit in highest], device=device)
-    cut = [own for own in row.slots if own and own[0].bits < NIBBLE_BITS]
-    crumb = [own[1].channel if len(own) > 1 else row.rank + 1 for own in cut]
+    cut = [slot for slot in row.slots if slot and slot[0].bits < NIBBLE_BITS]
+    crumb = [slot[1].channel if len(slot) > 1 else row.rank + 1 for slot in cut]
     channel, bit, mask = digits.unbind(1)
     lower = torch.tensor(crumb, device=device) if crumb else None
     return _Slots(half, channel, bit.int(), mask.int(), len(highest) - len(cut), lower)

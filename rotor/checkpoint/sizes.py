@@ -84,8 +84,8 @@ class CacheSize:
             before, after = self._rows(tokens)
             return after + self.exact_bytes < before
 
-        found = bisect_left(range(1, most + 1), True, key=smaller) + 1
-        return found if found <= most else None
+        least = bisect_left(range(1, most + 1), True, key=smaller) + 1
+        return least if least <= most else None
 
     def _rows(self, tokens: int | None) -> tuple[float, float]:
         held = self.shape.held_tokens(tokens) if tokens else (1,) * self.shape.num_layers
@@ -111,7 +111,7 @@ def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> in
 
 def uncompressed_row_bytes(shape: AttentionShape, element_bytes: int) -> list[int]:
     """Bytes of a token's uncompressed keys and values in each layer."""
-    return [element_bytes * 2 * own.kv_width for own in shape.layers]
+    return [element_bytes * 2 * layer_shape.kv_width for layer_shape in shape.layers]
 
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
@@ -125,7 +125,7 @@ def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens
     Args:
         row_bytes: of a token in each layer.
     """
-    return sum(own * held for own, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
+    return sum(size * held for size, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
 
 
 def exact_bytes_of_sequence(exact: Sequence[ExactTokens | None], shape: AttentionShape, element_bytes: int) -> int:
@@ -136,7 +136,7 @@ def exact_bytes_of_sequence(exact: Sequence[ExactTokens | None], shape: Attentio
     """
     windows = shape.windows or [None] * shape.num_layers
     layers = zip(exact, windows, uncompressed_row_bytes(shape, element_bytes), strict=True)
-    return sum(own.within(window).slots * row for own, window, row in layers if own is not None)
+    return sum(layer_exact.within(window).slots * row for layer_exact, window, row in layers if layer_exact is not None)
 
 
 def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:

@@ -114,8 +114,8 @@ class CompressibleModel(LayerwiseModel):
         with super().layer(index) as layer, ExitStack() as compressed:
             if self._compressed is not None:
                 bases, ranks, exact = self._compressed
-                for own in self.layers_at(index):
-                    compressed.enter_context(self.compressed_layer(own, bases[own], ranks[own], exact))
+                for place in self.layers_at(index):
+                    compressed.enter_context(self.compressed_layer(place, bases[place], ranks[place], exact))
             yield layer
 
     @contextmanager

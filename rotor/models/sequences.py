@@ -78,9 +78,11 @@ def sequences_by_document(
     start = text_start(tokenizer)[: seq_len - 1]
     ids, ends = list[int](), list[int]()
     for text in documents:
-        own = encode(tokenizer, text)
-        ids += [] if separator is None or own[:1] == [separator] else [separator]  # a rendered chat may have its BOS
-        ids += own
+        encoded = encode(tokenizer, text)
+        ids += (
+            [] if separator is None or encoded[:1] == [separator] else [separator]
+        )  # a rendered chat may have its BOS
+        ids += encoded
         ends.append(len(ids))
         if most is not None and len(ids) >= most * seq_len:
             break

@@ -38,11 +38,11 @@ def join_processes(device: str) -> str:
     rank, count, local_rank = map(int, values)
     backend = "gloo"
     if torch.cuda.is_available():
-        own = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(own)
+        gpu = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
         backend = "cpu:gloo,cuda:nccl"
         if count > 1 and device in ("auto", "cuda"):
-            device = f"cuda:{own}"
+            device = f"cuda:{gpu}"
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:

@@ -59,12 +59,12 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
     return cos, sin
 
 
-def is_same(own: Rotation, given: Rotation) -> bool:
+def is_same(by_index: Rotation, given: Rotation) -> bool:
     """Tell whether the rotation by index is the one that the model was given; False on a device, whose answer would be
     waited for."""
-    if own[0].device.type != "cpu":
+    if by_index[0].device.type != "cpu":
         return False
-    return all(torch.equal(a.expand_as(b), b) for a, b in zip(own, given, strict=True))
+    return all(torch.equal(a.expand_as(b), b) for a, b in zip(by_index, given, strict=True))
 
 
 class RotaryTable:

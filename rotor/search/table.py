@@ -142,8 +142,8 @@ class RankTable:
             other = None if path.stem == LATEST else cls.named(run, path.stem)
             if other is not None and context.searches_alike(other.context):
                 known = {point.key for point in table.points}
-                own = (replace(point, report=None) for point in other.points if point.search)
-                table.points += [point for point in own if point.key not in known]
+                searched = (replace(point, report=None) for point in other.points if point.search)
+                table.points += [point for point in searched if point.key not in known]
                 table.base |= {"search": other.base["search"]} if "search" in other.base else {}
                 table.left_out |= {"search": other.left_out["search"]} if "search" in other.left_out else {}
         return table

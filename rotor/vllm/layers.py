@@ -80,17 +80,17 @@ class Plan:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a token in the cache of each layer."""
-        return padded_rows([row_bytes(own, self.ranks, self.dtype.itemsize) for own in self.layouts], self.kinds)
+        return padded_rows([row_bytes(layout, self.ranks, self.dtype.itemsize) for layout in self.layouts], self.kinds)
 
     def file(self, name: str) -> Path | None:
         """A file of the checkpoint's folder; None if it is missing or the hub cannot be asked."""
         from transformers.utils import cached_file
 
         try:
-            found = cached_file(self.model, name, revision=self.revision)
+            cached = cached_file(self.model, name, revision=self.revision)
         except OSError:
             return None
-        return None if found is None else Path(found)
+        return None if cached is None else Path(cached)
 
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""

@@ -101,9 +101,9 @@ def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step: attention in all layers, with their projections."""
-    return sum(layer_time(own, shape.layer(n), device, step).seconds for n, own in enumerate(layouts))
+    return sum(layer_time(layout, shape.layer(n), device, step).seconds for n, layout in enumerate(layouts))
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step of the uncompressed model."""
-    return sum(count * uncompressed_layer_time(own, device, step).seconds for own, count in shape.sizes.items())
+    return sum(count * uncompressed_layer_time(sizes, device, step).seconds for sizes, count in shape.sizes.items())

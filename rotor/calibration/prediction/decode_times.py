@@ -60,14 +60,14 @@ def decode_times(
     blocks = KeyForm(MOST_ROPE_BLOCK) if shape.rotates else POST_ROPE
     forms = list(dict.fromkeys([*((form.keys, form.joint) for form in chosen), (blocks, True), (POST_ROPE, False)]))
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
-    most = max(shape.sizes, key=lambda own: own.rotary_planes)
-    base = sum(count * uncompressed_layer_time(own, device, step).attention_s for own, count in shape.sizes.items())
-    heads = sum(count * own.num_kv_heads for own, count in shape.sizes.items())
+    most = max(shape.sizes, key=lambda sizes: sizes.rotary_planes)
+    base = sum(count * uncompressed_layer_time(sizes, device, step).attention_s for sizes, count in shape.sizes.items())
+    heads = sum(count * sizes.num_kv_heads for sizes, count in shape.sizes.items())
     times = []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
             layouts = _layouts(shape, candidate, 1 - removed, True)
-            parts = [(count, layer_time(layout, own, device, step)) for own, count, layout in layouts]
+            parts = [(count, layer_time(layout, sizes, device, step)) for sizes, count, layout in layouts]
             seconds = sum(count * time.attention_s for count, time in parts)
             times.append(
                 DecodeTime(
@@ -91,7 +91,7 @@ def _layouts(
 
     See `uniform_layout`.
     """
-    return [(own, count, uniform_layout(own, form, kept, coded)) for own, count in shape.sizes.items()]
+    return [(sizes, count, uniform_layout(sizes, form, kept, coded)) for sizes, count in shape.sizes.items()]
 
 
 def _settings(form: LayerForm, shape: AttentionShape) -> str:
@@ -112,12 +112,12 @@ def slower(times: Sequence[DecodeTime], scenario: str) -> tuple[DecodeTime, Deco
         same key form where there is one; None without any.
     """
     there = [time for time in times if time.scenario == scenario]
-    own = max((time for time in there if time.chosen), key=lambda time: time.share, default=None)
-    if own is None or own.share <= 1:
+    slowest = max((time for time in there if time.chosen), key=lambda time: time.share, default=None)
+    if slowest is None or slowest.share <= 1:
         return None
     fast = [time for time in there if time.share <= 1]
-    same = [time for time in fast if _but_heads(time) == _but_heads(own)]
-    return own, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
+    same = [time for time in fast if _but_heads(time) == _but_heads(slowest)]
+    return slowest, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
 
 
 def _but_heads(time: DecodeTime) -> str:

@@ -109,8 +109,8 @@ class Tiers(Policy):
 
     def shares(self, count: int) -> tuple[float, ...]:
         """g of each of `count` layers."""
-        own = self.layer_important or (self.important,) * count
-        return tuple(own[layer] for layer in self.shared_with) or own
+        important = self.layer_important or (self.important,) * count
+        return tuple(important[layer] for layer in self.shared_with) or important
 
     @property
     def in_words(self) -> str:
@@ -189,20 +189,20 @@ class TieredLayer(PolicyLayer):
     ) -> tuple[Tensor, Tensor]:
         """Attention over all rows that are stored, and its log-sum-exp; see `kernels.reference.partial_attention`."""
         if self.layout.coded or rotation is not None:
-            found = [self._whole(sequence) for sequence in self.sequences]
-            keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
+            whole = [self._whole(sequence) for sequence in self.sequences]
+            keys, values = (right_aligned(side, 0.0) for side in zip(*whole, strict=True))
             return partial_attention(query, keys, values, parameters, rotation, mask)
         high, low = (_CutAttention(parameters, layout) for layout in self.layouts)
         outputs, sums = [], []
         for row, sequence in enumerate(self.sequences):
-            own = query[row : row + 1]
+            row_query = query[row : row + 1]
             of_sequence = None if mask is None else mask[row : row + 1] if len(mask) > 1 else mask
             parts = []
             for cut, rows, important in (high, sequence.high, True), (low, sequence.low, False):
                 places = (sequence.important == important).nonzero()[:, 0]
                 if len(places) or not sequence.tokens:  # of padding alone: zeros
                     seen = self._columns(of_sequence, places + sequence.start)
-                    parts.append(cut(own, rows, seen))
+                    parts.append(cut(row_query, rows, seen))
             output, log_sum = zip(*parts, strict=True)
             joined = join(list(output), list(log_sum), high.widths) if len(parts) > 1 else parts[0]
             outputs.append(joined[0])

@@ -23,16 +23,24 @@ from .scoring import scoring_bytes
 def evaluation_estimates(outline: ModelOutline, recipe: Recipe, device: torch.device, dtype: torch.dtype) -> Estimates:
     """Estimate the memory of measuring accuracy (`rotor export --accuracy`), with one rewritten layer at a time."""
     spec, shape = recipe.evaluation, outline.shape
-    sizes = [(own, form._replace(joint=False)) for own, _, form in layer_sizes(shape, model_form(recipe, shape))]
+    sizes = [
+        (layer_shape, form._replace(joint=False))
+        for layer_shape, _, form in layer_sizes(shape, model_form(recipe, shape))
+    ]
     activations = [
-        activation_bytes(own, outline.text_config, EVALUATION_TOKENS[device.type], dtype.itemsize) for own, _ in sizes
+        activation_bytes(layer_shape, outline.text_config, EVALUATION_TOKENS[device.type], dtype.itemsize)
+        for layer_shape, _ in sizes
     ]
     work = {"activations": max(*activations, scoring_bytes(device, outline.text_config.vocab_size))}
     searched = spec.search_tokens + prompt_tokens(spec, primitive_metrics(spec.metric))
     reported = spec.report_tokens + prompt_tokens(spec, report_metrics(spec.metric))
     disk = 3 * max(searched, reported) * shape.hidden_size * dtype.itemsize  # hidden states
-    host = {"rewriting one layer": max(rewriting_bytes(own, form, recipe.bases.refit) for own, form in sizes)}
-    copied = sum(count * own.projection_elements for own, count in shape.sizes.items())
+    host = {
+        "rewriting one layer": max(
+            rewriting_bytes(layer_shape, form, recipe.bases.refit) for layer_shape, form in sizes
+        )
+    }
+    copied = sum(count * layer_shape.projection_elements for layer_shape, count in shape.sizes.items())
     return outline.estimates(device, dtype, host, work, (disk, 0), copied)
 
 

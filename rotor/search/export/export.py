@@ -150,7 +150,7 @@ def _write(
         report["texts"] = texts
     if apart:
         source = report["source"]
-        found: SourceInfo = {
+        source_info: SourceInfo = {
             "name": source["name"],
             "path": source["path"],
             "hub_id": source.get("hub_id"),
@@ -158,7 +158,7 @@ def _write(
             "shards": source["shards"],
             "sizes": {file: checkpoint.bytes_of(file) for file in source["shards"]},
         }
-        config["quantization_config"]["source"] = found
+        config["quantization_config"]["source"] = source_info
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
             config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(staging / "config.json", config)

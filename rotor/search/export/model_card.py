@@ -179,8 +179,8 @@ def repeated_metadata(folder: Path) -> dict[str, str | list[str]]:
         metadata = read_yaml(block, str(path))
     except RecipeError:
         return {}
-    found = metadata if isinstance(metadata, dict) else {}
-    return {name: found[name] for name in REPEATED if _is_text(found.get(name))}
+    fields = metadata if isinstance(metadata, dict) else {}
+    return {name: fields[name] for name in REPEATED if _is_text(fields.get(name))}
 
 
 def _is_text(value: object) -> bool:

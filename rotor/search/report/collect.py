@@ -73,7 +73,7 @@ def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
         if point.channels:
             pairs = point.channels[index]
         heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]
-        layers.append([GroupLayout(own, *pair) for own, pair in zip(heads, pairs, strict=True)])
+        layers.append([GroupLayout(kv_heads, *pair) for kv_heads, pair in zip(heads, pairs, strict=True)])
     return layers
 
 
@@ -172,8 +172,8 @@ def collect_checkpoint(
         data.points = [chosen]
         data.chosen = chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
-    data.head_dims = [own.head_dim for own in shape.layers]
-    layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    data.head_dims = [layer.head_dim for layer in shape.layers]
+    layouts = [LayerLayout.from_dict(layer, ROTOR_JSON) for layer in report["layouts"]]
     if len(layouts) != shape.num_layers:
         raise CheckpointError(
             f"{ROTOR_JSON}: {len(layouts)} layouts, expected {shape.num_layers}.", "Get the checkpoint again."
@@ -254,7 +254,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     data.spectra = [{side: _mean_spectrum(values) for side, values in layer.items()} for layer in spectra]
     if point and not data.ranks:
         data.ranks = groups_of_point(run, point)
-        data.head_dims = [own.head_dim for own in shape.layers]
+        data.head_dims = [layer_shape.head_dim for layer_shape in shape.layers]
 
 
 def _windows(shape: AttentionShape) -> str:

@@ -69,7 +69,7 @@ def draw_points(data: ReportData) -> str:
     across = Axis.linear(stored[0] - room, stored[-1] + room, "compression (share of the KV cache removed)")
     chart = Chart(across, accuracy_axis(losses))
     for split, colour in SPLIT_COLOURS.items():
-        if any(split == own for own, _, _ in measured):
+        if any(split == measured_split for measured_split, _, _ in measured):
             chart.legend(f"{split} split, 95 % interval", colour)
     if data.target is not None:
         chart.legend(f"target {data.target:g}", "var(--accent)", shape="line")
@@ -83,9 +83,9 @@ def draw_points(data: ReportData) -> str:
         chart.dot((share, shown_loss(fidelity.accuracy)), SPLIT_COLOURS[split], said)
     shown = data.chosen
     assert shown is not None
-    found: Fidelity | None = shown.report or shown.search
-    assert found is not None
-    chart.ring((shown.stored, shown_loss(found.accuracy)), "var(--accent)")
+    shown_fidelity: Fidelity | None = shown.report or shown.search
+    assert shown_fidelity is not None
+    chart.ring((shown.stored, shown_loss(shown_fidelity.accuracy)), "var(--accent)")
     chart.legend("the point shown here", "var(--accent)", shape="ring")
     return chart.svg(
         f"Accuracy against compression: {len(points)} measured points; the numbers are in the table below."
@@ -119,7 +119,7 @@ def draw_layers(data: ReportData) -> str:
 
 def _parts(groups: Sequence[GroupLayout]) -> list[tuple[str, int | None, int]]:
     """Parts of a layer's bar: latent, bits of its channels (None for numbers), and bits of them all."""
-    found: dict[tuple[str, int | None], int] = {}
+    totals: dict[tuple[str, int | None], int] = {}
     for group in groups:
         latents: list[tuple[str, Row]] = [("joint", group.key)] if group.joint else [("qk", group.key)]
         if not group.joint:
@@ -130,8 +130,8 @@ def _parts(groups: Sequence[GroupLayout]) -> list[tuple[str, int | None, int]]:
             else:
                 counts = {width: width * row.bits.count(width) for width in WIDTHS}
             for width, bits in counts.items():
-                found[side, width] = found.get((side, width), 0) + bits
-    return sorted(((*part, bits) for part, bits in found.items() if bits), key=lambda part: _order(part[:2]))
+                totals[side, width] = totals.get((side, width), 0) + bits
+    return sorted(((*part, bits) for part, bits in totals.items() if bits), key=lambda part: _order(part[:2]))
 
 
 def _order(part: tuple[str, int | None]) -> tuple[int, int]:

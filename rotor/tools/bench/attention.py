@@ -142,8 +142,8 @@ def random_problem(
     rows = []
     for size, width in zip(layout.row_bytes(dtype.itemsize), (layout.key_width, layout.value_width), strict=True):
         if layout.coded:
-            own = (batch_size, 1, kv_len, size)
-            made = torch.randint(256, own, generator=generator, device=device, dtype=torch.uint8)
+            row_shape = (batch_size, 1, kv_len, size)
+            made = torch.randint(256, row_shape, generator=generator, device=device, dtype=torch.uint8)
             rows.append(with_scales(made, layout, generator) if size else made)
         else:
             rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))

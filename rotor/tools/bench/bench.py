@@ -104,15 +104,15 @@ def _attention(
     """Every row at a load, times summed over layers; `over_stock` is over SDPA."""
     phase, length, batch = load
     sizes = batch, 1 if phase == "decode" else length, length
-    found = [
+    timed = [
         bench_layer(checkpoint.layouts[i], checkpoint.shape, sizes, dtype, generator, repetitions, left_out)
         for i in layers
     ]
     records: list[JsonObject] = []
-    for name in (name for name in found[0] if all(name in rows for rows in found)):
-        seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
+    for name in (name for name in timed[0] if all(name in rows for rows in timed)):
+        seconds = {part: sum(rows[name][part] for rows in timed) for part in ("median", "low", "high")}
         record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
-        records.append({**record, "largest_error": max(rows[name]["error"] for rows in found)})
+        records.append({**record, "largest_error": max(rows[name]["error"] for rows in timed)})
     (stock,) = (record["seconds"]["median"] for record in records if record["row"] == "SDPA")
     return [record | {"over_stock": record["seconds"]["median"] / stock} for record in records]
 
