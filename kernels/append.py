@@ -520,10 +520,10 @@ class _Call:
                 arrived = counters(blocks * groups, key.device)
         exact_sides, slot_strides, first, newest, offset, begin = (key, key), (0, 0, 0), 0, 1, 0, 0
         if self.fill is not None:
-            keys, values, first, offset, begin = self.fill
+            keys, values, first, newest, offset, begin = self.fill
             assert seq_len == 1
             assert keys.stride() == values.stride()
-            exact_sides, slot_strides, newest = (keys, values), keys.stride()[:3], keys.shape[2] - first
+            exact_sides, slot_strides = (keys, values), keys.stride()[:3]
         on_device = isinstance(offset, Tensor), isinstance(begin, Tensor)
         launch(
             append_kernel, (blocks, len(plan.jobs)), asked, key, source,

@@ -17,14 +17,16 @@ class SlotsToFill(NamedTuple):
     """Where one new token of each sequence is kept exactly: in the slot of its index, and if it is one of the first
     tokens in the slot of that.
 
-    keys, values: [batch_size, num_kv_heads, first + newest, head_dim], of equal strides, KV heads in the order of the
-        layout, keys after RoPE. Slot s < first is of token begin + s, slot first + i mod newest of token i.
+    keys, values: [batch_size, num_kv_heads, slots, head_dim], of equal strides, KV heads in the order of the layout,
+        keys after RoPE. Slot s < first is of token begin + s, slot first + i mod newest of token i. There are first +
+        newest slots, or fewer for a sequence that is shorter.
     offset: index of the new token. begin: index of the first token of each sequence, [batch_size], or one for all.
     """
 
     keys: Tensor
     values: Tensor
     first: int
+    newest: int
     offset: Tensor | int
     begin: Tensor | int
 

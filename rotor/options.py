@@ -103,7 +103,8 @@ class DeviceOptions:
 
     Args:
         device: auto (the GPU if there is one), cpu, cuda or cuda:N.
-        dtype: auto (float32 on a CPU, else the checkpoint's), float32, bfloat16 or float16.
+        dtype: auto (the checkpoint's; on a CPU float32, but calibrate takes bfloat16 where model and CPU have it),
+            float32, bfloat16 or float16.
     """
 
     device: Annotated[str, Expect(_is_device, "auto, cpu, cuda or cuda:N")] = "auto"

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
+from rotor.checkpoint import layout as checkpoint_layout
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
 from rotor.errors import UsageError
@@ -320,15 +321,57 @@ def test_a_loss_beside_codes_has_no_gradient(use_cache: bool, models) -> None:
         assert model.model.layers[0].self_attn.get_submodule(name).weight.grad is None
 
 
+LONGER = ExactTokens(first=3, newest=20)
+GROWING = {
+    "blocks": ("llama", Folding(SOME, 2, joint=True, bits=MIXED, exact=LONGER)),
+    "window": ("mistral", Folding(SOME, 1, bits=MIXED, exact=LONGER)),
+    "no RoPE": ("gpt2", Folding(POST_ROPE, 2, joint=True, bits=MIXED, exact=LONGER)),
+}
+
+
+@pytest.mark.parametrize("at_a_time", [1, 7])
+@pytest.mark.parametrize("name", GROWING)
+def test_slots_that_grow_with_a_sequence_hold_what_all_of_them_would(
+    name: str, at_a_time: int, tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind padding: steps, chunks, a crop, a new order, copies, until the ring is whole; sums have another order."""
+    family, folding = GROWING[name]
+    model = folded(AutoModelForCausalLM.from_pretrained(tiny(family), dtype=torch.float64).eval(), folding)
+    exact = LONGER.within(getattr(model.config, "sliding_window", None))
+
+    def run(slots_at_a_time: int) -> tuple[Tensor, list[int]]:
+        monkeypatch.setattr(checkpoint_layout, "SLOTS_AT_A_TIME", slots_at_a_time)
+        cache, rows, begin, order = DynamicCache(config=model.config), prompts(3, 60), [0, 5, 3], [2, 0, 1]
+        found, slots = [], []
+        for place, count in enumerate([7, *[1] * 6, 3, 1, 1, 4, *[1] * 5, 9, 1]):
+            if place == 9:
+                cache.reorder_cache(torch.tensor(order))
+                rows, begin = rows[order], [begin[row] for row in order]
+            if place == 12 and family != "mistral":  # whose window takes nothing back
+                cache.crop(-2)
+            found.append(through(model, cache, rows, [count], begin))
+            slots.append(cache.layers[-1].exact_rows.keys.shape[2])
+        return torch.cat(found, 1), slots
+
+    with torch.no_grad():
+        (whole, every), (got, slots) = run(1 << 20), run(at_a_time)
+    assert set(every) == {exact.slots}
+    assert slots[0] == exact.slots_of(7) < exact.slots == slots[-1]
+    assert slots == sorted(slots)
+    assert relative_error(got, whole) < 1e-12
+
+
 def test_bytes_are_counted_with_exact_tokens(models) -> None:
-    """What a cache holds is the rows of its tokens, and the slots of its exact ones; a window holds no more."""
-    for name in ("blocks", "window shorter than the ring"):
-        model, _ = models(name)
+    """What a cache holds is the rows of its tokens, and the slots of its exact ones; a window holds no more, and a
+    sequence that is shorter than the ring fewer."""
+    whole, source = models("blocks")
+    window, _ = models("window shorter than the ring")
+    growing = folded(source, GROWING["blocks"][1])
+    for model, slots in ((whole, 2 + 6), (window, 2 + 12), (growing, 3 + 16)):
         layers = [module for module in model.modules() if isinstance(module, RotorAttention)]
         layouts, shape = [layer.layout for layer in layers], layers[0].shape
         cache = filled(model, prompts(1, 10), [0], [10])
-        exact = exact_bytes_of_sequence([layout.exact for layout in layouts], shape, 8)
-        slots = 2 + (12 if shape.windows else 6)
+        exact = exact_bytes_of_sequence([layout.exact for layout in layouts], shape, 8, 10)
         assert exact == 2 * slots * 4 * 2 * 16 * 8
         counters = 2 * 8 if shape.windows else 0  # transformers' sliding layers keep their window as a tensor
         assert stored_bytes(cache) == 10 * kv_bytes_per_token(layouts, 8) + exact + counters

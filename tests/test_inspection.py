@@ -91,7 +91,11 @@ def test_what_one_came_for_is_told_and_layouts_where_they_are_asked_for(tmp_path
     assert list(found.kv_cache_bytes) == [2048]
     before, (least, most) = found.kv_cache_bytes[2048], found.after[2048]
     exact = 132 * found.kv_bytes_per_token
-    assert (least - exact, most - exact) == (round(0.10 * before), round(0.19 * before))
+    assert (least - exact, most - exact) == pytest.approx((0.10 * before, 0.19 * before), abs=1)
+    # 0.10 and 0.19 of the bytes for each token, and 132 of them exactly beside.
+    assert found.smaller_from == [147, 163]
+    shown = " ".join(CliRunner().invoke(app, ["inspect", str(DEMO_MODEL)]).output.split())
+    assert "smaller from 147 to 163 tokens on" in shown
     assert inspect(DEMO_MODEL, "fdc").after == {}
     quick = inspect(DEMO_MODEL, quick=True)
     for command in ("calibrate", "export"):

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,30 @@ def test_a_static_cache_is_saved_and_goes_on_as_a_dynamic_one(name: str, models:
     rotor.save_cache(static, tmp_path / "a", model)
     expected = rest(model, filled(model, rows, mask), rows, mask)
     assert torch.equal(rest(model, rotor.load_cache(tmp_path / "a", model), rows, mask), expected)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static", "cropped"])
+def test_a_sequence_that_is_shorter_than_the_ring_is_saved_with_the_slots_that_it_takes(
+    kind: str, models: Models, tmp_path: Path
+) -> None:
+    """Also a static cache, and one that was longer, which hold more; what is loaded grows again."""
+    family, folding = CASES["joint blocks"]
+    model = folded(tiny_model(family).eval(), replace(folding, exact=ExactTokens(2, 100)))
+    model.config.name_or_path = models("joint blocks").config.name_or_path
+    rows, mask = prompts()
+    rows, mask = torch.cat([rows, rows], 1), torch.cat([mask, torch.ones_like(mask)], 1)
+    cache = filled(model, rows, mask, StaticCache(config=model.config, max_cache_len=120) if kind == "static" else None)
+    if kind == "cropped":
+        passed(model, cache, rows, mask, PROMPT, 30)
+        cache.crop(-30)
+    held = 2 + (80 if kind == "dynamic" else 100)
+    assert {layer.exact_rows.keys.shape[2] for layer in cache.layers} == {held}
+    rotor.save_cache(cache, tmp_path / "a", model)
+    loaded, alone = rotor.load_cache(tmp_path / "a", model), filled(model, rows, mask)
+    assert {layer.exact_rows.keys.shape[2] for layer in loaded.layers} == {2 + 80}
+    for start in (PROMPT, PROMPT + sum(REST)):
+        assert torch.equal(rest(model, loaded, rows, mask, start), rest(model, alone, rows, mask, start))
+    assert {layer.exact_rows.keys.shape[2] for layer in loaded.layers} == {2 + 96}
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -307,7 +332,7 @@ def forge(file: Path, out: Path, change: Callable[[dict[str, Any], dict[str, Ten
 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], Any], str]] = {
-    "version": (lambda i, t: i.update(version=2), "version 2 of saved caches, this rotor reads 1"),
+    "version": (lambda i, t: i.update(version=1), "version 1 of saved caches, this rotor reads 2"),
     "level": (lambda i, t: i.update(level="best"), "level: got 'best', expected one of none, fast, small"),
     "tokens": (lambda i, t: i.update(tokens=71), r"layer 0 holds 70 tokens, expected 71"),
     "no tokens": (lambda i, t: i.update(tokens=0), "tokens: got 0, expected a whole number from 1"),

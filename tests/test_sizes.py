@@ -128,12 +128,14 @@ def test_a_window_holds_no_more_than_its_tokens(exported) -> None:
 
 
 def test_short_sequences_take_more_and_it_is_said_from_where_on_they_do_not() -> None:
-    """Room for 12 exact tokens of 64 bytes beside rows of 16 for each of all: smaller from 17 tokens on."""
+    """Up to 44 exact tokens of 64 bytes beside rows of 16 for each of all: smaller from 59 tokens on."""
     shape = AttentionShape(1, 1, 1, 16, 16, rotary_dim=16)
-    size = CacheSize.of_rows([16], shape, 2, [ExactTokens(4, 8)])
+    size = CacheSize.of_rows([16], shape, 2, [ExactTokens(4, 40)])
     found = size.of_sequence(100)
-    assert found == {"tokens": 100, "before": 6400, "after": 1600 + 12 * 64, "smaller_from": 17}
-    for tokens, smaller in ((16, False), (17, True)):
+    assert found == {"tokens": 100, "before": 6400, "after": 1600 + 44 * 64, "smaller_from": 59}
+    for tokens, smaller in ((58, False), (59, True)):
         assert (size.of_sequence(tokens)["after"] < size.of_sequence(tokens)["before"]) == smaller
-    assert size.of_sequence(16)["smaller_from"] is None
+    assert size.of_sequence(58)["smaller_from"] is None
+    for tokens, slots in ((1, 4 + 16), (16, 4 + 16), (17, 4 + 32), (33, 44), (58, 44)):
+        assert size.of_sequence(tokens)["after"] == 16 * tokens + 64 * slots
     assert CacheSize.of_rows([16], shape, 2).smaller_from(100) == 1

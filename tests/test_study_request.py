@@ -27,6 +27,9 @@ def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:
     assert len({(r.tokens.seed, r.tokens.seq_len, r.evaluation, r.search) for r in found.values()}) == 1
     assert found["rotor"].bases == rotor.bases
     assert {r.tokens.count for r in same_conditions(["fdc", "rotor"], ["tokens.count=99"]).values()} == {99}
+    short = same_conditions(["fdc", "rotor"], [], 2048)
+    assert (short["fdc"].exact.newest, short["rotor"].exact.newest, found["rotor"].exact.newest) == (0, 64, 128)
+    assert same_conditions(["rotor"], ["exact.newest=96"], 2048)["rotor"].exact.newest == 96
     with pytest.raises(UsageError, match="two recipes are named 'fdc'"):
         same_conditions(["fdc", "fdc"], [])
     with pytest.raises(UsageError, match="no recipes"):

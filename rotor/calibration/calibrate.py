@@ -113,7 +113,7 @@ class Calibration:
         self.family = outline.family
         self.shape = outline.shape
         self.form = model_form(self.recipe, self.shape)
-        devices = DevicePlan.choose(request, outline.dtype)
+        devices = DevicePlan.choose(request, outline.dtype, averaged=True)
         self.check_out()
         check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
         fit_threads(self.checkpoint.total_bytes())

@@ -29,7 +29,7 @@ from .publishing import check_space
 from .row_channels import DAMAGED
 from .rows import Level
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 """Version of the file; others are refused."""
 
 KEY, HASH = "rotor_cache", "sha256"

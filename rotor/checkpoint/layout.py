@@ -25,6 +25,9 @@ from .rows import EDITED, MAX_RANK, Row, StoredRow, read_alike
 MOST_ROPE_BLOCK = 64
 """Positions of the largest block."""
 
+SLOTS_AT_A_TIME = 16
+"""Slots that the ring of a short sequence grows by: each time what it holds is copied."""
+
 FirstTokens = Annotated[int, Expect(range(65).__contains__, "a number of tokens from 0 to 64")]
 NewestTokens = Annotated[int, Expect(range(1, 4097).__contains__, "a number of tokens from 1 to 4096")]
 RopeBlock = Annotated[int, Expect({1, 2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 1 to 64")]
@@ -369,6 +372,10 @@ class ExactTokens:
     def slots(self) -> int:
         """Tokens that a sequence keeps exactly."""
         return self.first + self.newest
+
+    def slots_of(self, tokens: int) -> int:
+        """Slots that a cache which grows has for a sequence of so many tokens, padding among them."""
+        return self.first + min(self.newest, -(-tokens // SLOTS_AT_A_TIME) * SLOTS_AT_A_TIME)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ class CacheSize:
     """Bytes of a token in each layer, before and after compression.
 
     shape: of the model. element_bytes: of a number in the uncompressed cache. before, after: bytes of a token's rows in
-    each layer. exact_bytes: of the tokens that a sequence keeps exactly, however long it is.
+    each layer. exact: tokens that each layer keeps exactly beside its rows; empty: none.
     """
 
     shape: AttentionShape
     element_bytes: int
     before: tuple[int, ...]
     after: tuple[float, ...]
-    exact_bytes: int = 0
+    exact: tuple[ExactTokens | None, ...] = ()
 
     @classmethod
     def of_rows(
@@ -42,9 +42,8 @@ class CacheSize:
         Args:
             element_bytes: of a number in the uncompressed cache.
         """
-        exact_bytes = exact_bytes_of_sequence(exact, shape, element_bytes) if exact else 0
         before = tuple(uncompressed_row_bytes(shape, element_bytes))
-        return cls(shape, element_bytes, before, tuple(row_bytes), exact_bytes)
+        return cls(shape, element_bytes, before, tuple(row_bytes), tuple(exact))
 
     @classmethod
     def of_layouts(cls, layouts: Sequence[LayerLayout], shape: AttentionShape, element_bytes: int) -> CacheSize:
@@ -72,20 +71,24 @@ class CacheSize:
         return {
             "tokens": tokens,
             "before": int(before),
-            "after": int(after) + self.exact_bytes,
+            "after": int(after) + self.exact_bytes(tokens),
             "smaller_from": self.smaller_from(tokens),
         }
 
     def smaller_from(self, most: int) -> int | None:
         """Tokens of a sequence from which on its cache is smaller than the uncompressed one: short ones take more, as
-        exact tokens have room beside the rows of all. None where that is not so up to `most` tokens."""
+        exact tokens lie beside the rows of all. None where that is not so up to `most` tokens."""
 
         def smaller(tokens: int) -> bool:
             before, after = self._rows(tokens)
-            return after + self.exact_bytes < before
+            return after + self.exact_bytes(tokens) < before
 
         least = bisect_left(range(1, most + 1), True, key=smaller) + 1
         return least if least <= most else None
+
+    def exact_bytes(self, tokens: int) -> int:
+        """Bytes of what a sequence of so many tokens keeps exactly."""
+        return exact_bytes_of_sequence(self.exact, self.shape, self.element_bytes, tokens) if self.exact else 0
 
     def _rows(self, tokens: int | None) -> tuple[float, float]:
         held = self.shape.held_tokens(tokens) if tokens else (1,) * self.shape.num_layers
@@ -128,15 +131,17 @@ def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens
     return sum(size * held for size, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
 
 
-def exact_bytes_of_sequence(exact: Sequence[ExactTokens | None], shape: AttentionShape, element_bytes: int) -> int:
-    """Bytes of the keys and values that a sequence keeps exactly, however short it is.
+def exact_bytes_of_sequence(
+    exact: Sequence[ExactTokens | None], shape: AttentionShape, element_bytes: int, tokens: int
+) -> int:
+    """Bytes of the slots of exact keys and values that a sequence of so many tokens takes, in a cache that grows.
 
     Args:
         exact: of each layer.
     """
     windows = shape.windows or [None] * shape.num_layers
     layers = zip(exact, windows, uncompressed_row_bytes(shape, element_bytes), strict=True)
-    return sum(layer_exact.within(window).slots * row for layer_exact, window, row in layers if layer_exact is not None)
+    return sum(kept.within(window).slots_of(tokens) * row for kept, window, row in layers if kept is not None)
 
 
 def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:

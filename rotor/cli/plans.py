@@ -74,10 +74,12 @@ def _afterwards(inspection: Inspection) -> str:
     """The cache at the length whose bytes an export counts, by what other models kept."""
     least, most = inspection.after[inspection.context_tokens]
     short, long = REMOVED
+    first, last = (tokens or 1 for tokens in inspection.smaller_from)  # where none is smaller, the sizes say so
+    from_where_on = f"; smaller from {first} to {last} tokens on" if last > 1 else ""
     return (
         f"{in_bytes(least)} to {in_bytes(most)} at {_length(inspection.context_tokens)} with its exact tokens, if as "
         f"much can go as of other models at --accuracy 0.99 ({short:.2f} to {long:.2f} of the rows, "
-        "docs/large-models.md)"
+        f"docs/large-models.md){from_where_on}"
     )
 
 

@@ -28,6 +28,9 @@ TIMED_SECONDS = 0.2
 PRODUCT_ERROR = 1e-5
 """Largest error of a float32 product of normal numbers, over its norm: float32 has 1e-6, bfloat16 3e-3."""
 
+BFLOAT16_INSTRUCTIONS = "avx512_bf16", "amx_bf16", "sve_bf16"
+"""Capabilities of a CPU, as torch names them, with which it multiplies bfloat16 faster than float32."""
+
 BYTES_PER_THREAD = 1 << 25
 """Weights that keep a CPU thread busy: with fewer, threads wait for each other longer than they work."""
 
@@ -44,15 +47,17 @@ class DevicePlan:
     streamed: bool = False
 
     @classmethod
-    def choose(cls, options: DeviceOptions, checkpoint_dtype: torch.dtype) -> DevicePlan:
+    def choose(cls, options: DeviceOptions, checkpoint_dtype: torch.dtype, averaged: bool = False) -> DevicePlan:
         """The device and dtype that the user named; weights stay in memory unless they are always to be read.
 
+        Args:
+            averaged: means over many tokens are computed; see `pick_dtype`.
         Raises:
             UsageError: the device is not there.
         """
         device = pick_device(options.device)
         streamed = isinstance(options, MemoryOptions) and options.offload == "always"
-        return cls(device, pick_dtype(options.dtype, checkpoint_dtype, device), streamed)
+        return cls(device, pick_dtype(options.dtype, checkpoint_dtype, device, averaged), streamed)
 
     def within_memory(
         self, offload: str, estimates: Estimates, whole: tuple[str, str] | None = None
@@ -85,13 +90,25 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Choose a dtype: `auto` is float32 on a CPU and the checkpoint's dtype elsewhere."""
+def pick_dtype(name: str, checkpoint_dtype: torch.dtype, device: torch.device, averaged: bool = False) -> torch.dtype:
+    """Choose a dtype: `auto` is the checkpoint's, except on a CPU, where it is float32.
+
+    Args:
+        averaged: means over many tokens are computed, in which rounding averages out, as calibration does. `auto` is
+            then bfloat16 for a checkpoint in bfloat16, on a CPU that multiplies such numbers.
+    """
     if name == "auto":
-        return torch.float32 if device.type == "cpu" else checkpoint_dtype
+        rounded = averaged and checkpoint_dtype == torch.bfloat16 and _multiplies_bfloat16()
+        return torch.float32 if device.type == "cpu" and not rounded else checkpoint_dtype
     DeviceOptions(dtype=name)
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _multiplies_bfloat16() -> bool:
+    """Tell whether this CPU has instructions for products of bfloat16; without them such products are slow."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
 @contextmanager

@@ -105,6 +105,22 @@ def quick_overrides(recipe: Recipe, sections: tuple[str, ...] | None = None) -> 
     return tuple(f"{name}={value}" for name, value in QUICK.items() if name.partition(".")[0] in chosen)
 
 
+NEWEST_SHARE, FEWEST_NEWEST = 32, 32
+"""Of a sequence at most one token in so many is kept exactly as one of the newest, but so many at least."""
+
+
+def context_overrides(recipe: Recipe, tokens: int | None) -> tuple[str, ...]:
+    """The override of --context: short sequences keep fewer newest tokens exactly, whose bytes weigh more there.
+
+    SmolLM2 at 4,221 bytes a token of 2,048 tokens: KL 0.0069 with 64 exact ones, about 0.0091 with 128 and fewer bits;
+    of 4,096 tokens 128 are better.
+    """
+    newest = recipe.exact.newest
+    if tokens is None or newest <= max(FEWEST_NEWEST, tokens // NEWEST_SHARE):
+        return ()
+    return (f"exact.newest={max(FEWEST_NEWEST, tokens // NEWEST_SHARE)}",)
+
+
 def distance_overrides(tokens: int | None) -> tuple[str, ...]:
     """Overrides that put so many tokens of other text between what look-ups and copies state and what asks for it, in
     rows with room for both; none for None."""

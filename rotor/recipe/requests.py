@@ -128,7 +128,8 @@ class ExportRequest(MemoryOptions, Goal, Reported):
         base_model: Id on the hub of the source, which the card names as what this is made of; default: the id that the
             model was fetched by, or the folder's name. The licence is that of the source's card.
         context: Tokens of the sequences that are served, whose bytes count (default: the model's longest, at most
-            32768); a layer with a window holds no more than that, so that its channels cost less.
+            32768); a layer with a window holds no more than that, so that its channels cost less. Below 4096 fewer of
+            the newest tokens are kept exactly, a 32nd of the sequence.
         overwrite: Replace a non-empty output folder.
     """
 
@@ -172,11 +173,11 @@ class ExportRequest(MemoryOptions, Goal, Reported):
 
     def override(self, recipe: Recipe) -> Recipe:
         """The recipe of a run with what this export changes of it."""
-        from .reading import override, quick_overrides
+        from .reading import context_overrides, override, quick_overrides
         from .recipe import EXPORT_SECTIONS
 
         quick = quick_overrides(recipe, ("evaluation", "search")) if self.quick else ()
-        return override(recipe, (*quick, *self.overrides), EXPORT_SECTIONS)
+        return override(recipe, (*quick, *context_overrides(recipe, self.context), *self.overrides), EXPORT_SECTIONS)
 
 
 @dataclass(frozen=True)
@@ -274,17 +275,18 @@ class StudyRequest(MemoryOptions, Reported):
         recipes: Names of bundled recipes or YAML files.
         overrides: Override a recipe field in all recipes; may be repeated.
         text: Text of your own to calibrate on and to measure accuracy on, as for `rotor calibrate`.
-        parts: Some of curves, methods, match, long. methods, every cache policy and recipes at equal bytes, takes
-            longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; long asks
-            questions behind prompts of 4K, 8K and 16K tokens, as far as the model has positions. FILE.py:CLASS is a
-            part of your own, or one of artifacts/studies/parts, which have the papers' figures in shape.
-        sizes: Bytes of cache per token at which the parts methods, match and long measure recipes; by default sizes
-            from 3.75 % to 50 % of the uncompressed cache.
+        parts: Some of curves, methods, match, long, context. methods, every cache policy and recipes at equal bytes,
+            takes longest; match finds the bytes at which a recipe is as good as fp8, 4 bits, KIVI and KVTC; long asks
+            questions behind prompts of 4K, 8K and 16K tokens, as far as the model has positions; context tells what is
+            lost by position in rows of 8K. FILE.py:CLASS is a part of your own, or one of artifacts/studies/parts,
+            which have the papers' figures in shape.
+        sizes: Bytes of cache per token at which the parts methods, match, long and context measure recipes; by default
+            sizes from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
         distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
             for that (1500: rows of 2048); default: evaluation.filler_tokens.
-        context: Tokens of the sequences that are served, whose bytes choose the plans of models with windows (default:
-            the model's longest, at most 32768).
+        context: Tokens of the sequences that are served, whose bytes choose the plans of models with windows, and below
+            4096 how many tokens are exact, as in `rotor export` (default: the model's longest, at most 32768).
         quick: A first look: few tokens to calibrate on and to measure accuracy on; results are marked as quick.
         batch_tokens: Tokens in one forward pass of a calibration.
         plots: Draw the results, which needs matplotlib.

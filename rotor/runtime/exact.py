@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import cache_utils
 from transformers.cache_utils import (
     DynamicLayer,
@@ -58,6 +59,7 @@ class SeenTokens(NamedTuple):
     new, those. A single new token is in its slot.
     begin: index of the first token of each sequence behind padding, [batch_size], or one for all.
     until: index from which on the ring has all tokens. length: number of tokens that the slots are of.
+    slots: their number.
     """
 
     key: Tensor
@@ -65,6 +67,7 @@ class SeenTokens(NamedTuple):
     begin: Tensor | int
     until: int
     length: int | Tensor
+    slots: int
 
     def known(self, exact: ExactTokens) -> tuple[object, ...]:
         """What tells apart the exact tokens of the layers of a pass: tensors among it are alike in all of them."""
@@ -98,9 +101,11 @@ class ExactRows:
 
     Slot s < first holds token begin + s of each sequence; token i is also in slot first + i mod newest, as long as
     no newer one is. What is taken back by a crop leaves its slots empty: tokens before `until` are not in the ring, and
-    are read from their rows.
+    are read from their rows. In a cache that grows, so do the slots, as no token of a sequence that is shorter than the
+    ring is in a later slot than first + its index.
 
-    keys, values: [batch_size, num_kv_heads, first + newest, head_dim]; None as long as there is no token.
+    keys, values: [batch_size, num_kv_heads, slots, head_dim], of a static cache first + newest slots, of others
+        `ExactTokens.slots_of` the longest length so far; None as long as there is no token.
     begin: see SeenTokens; None as long as there is no token. latest: the largest of `begin`, FAR if it is not known.
     """
 
@@ -128,7 +133,9 @@ class ExactRows:
         self._begin(start, len(self.keys))
         assert self.begin is not None
         begin = min(self.begin, LATEST) if isinstance(self.begin, int) else self.begin
-        return SlotsToFill(self.keys, self.values, self.exact.first, offset, begin)
+        if isinstance(offset, int):
+            self._make_room(offset + 1)
+        return SlotsToFill(self.keys, self.values, self.exact.first, self.exact.newest, offset, begin)
 
     def add(
         self, new: NewTokens, start: Tensor | int, span: TokenSpan, fixed: bool, filled: bool = False
@@ -146,13 +153,17 @@ class ExactRows:
         offset, seq_len = span.query_offset, span.seq_len
         self._begin(start, len(new.key))
         assert self.begin is not None
+        grows = not fixed and isinstance(offset, int)
         if self.keys is None or self.values is None:
-            shape = (*new.key.shape[:2], self.exact.slots, new.key.shape[3])
+            slots = self.exact.slots_of(offset + seq_len) if grows else self.exact.slots
+            shape = (*new.key.shape[:2], slots, new.key.shape[3])
             self.keys, self.values = new.key.new_zeros(shape), new.value.new_zeros(shape)
         before = None
         if seq_len > 1 and not (isinstance(offset, int) and offset == 0):
             key, value = torch.cat([self.keys, new.key], 2), torch.cat([self.values, new.value], 2)
-            before = SeenTokens(key, value, self.begin, self.until, offset)
+            before = SeenTokens(key, value, self.begin, self.until, offset, self.keys.shape[2])
+        if grows:
+            self._make_room(offset + seq_len)
         if not filled:
             self.keys = self._stored(self.keys, new.key, offset)
             self.values = self._stored(self.values, new.value, offset)
@@ -161,7 +172,15 @@ class ExactRows:
             self.until = max(until, offset + seq_len - self.exact.newest)
         if seq_len > 1:
             return before
-        return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1)
+        return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1, self.keys.shape[2])
+
+    def _make_room(self, tokens: int) -> None:
+        """Add the slots that a sequence of so many tokens lacks."""
+        assert self.keys is not None
+        assert self.values is not None
+        missing = self.exact.slots_of(tokens) - self.keys.shape[2]
+        if missing > 0:
+            self.keys, self.values = (functional.pad(side, (0, 0, 0, missing)) for side in (self.keys, self.values))
 
     def _begin(self, start: Tensor | int, batch_size: int) -> None:
         """Find where sequences begin of which nothing but padding was known."""
@@ -202,12 +221,13 @@ class ExactRows:
         slots.index_copy_(2, index % newest + first, new[:, :, seq_len - count :])
         return slots
 
-    def state(self) -> ExactState | None:
-        """What is held; None as long as there is no token."""
+    def state(self, tokens: int) -> ExactState | None:
+        """What is held of sequences of so many tokens, in the slots that those take; None as long as there is none."""
         if self.keys is None or self.values is None or self.begin is None:
             return None
+        slots = self.exact.slots_of(tokens)
         begin = torch.zeros(len(self.keys), dtype=torch.int64, device=self.keys.device) + self.begin
-        return ExactState(self.keys, self.values, begin, self.until)
+        return ExactState(self.keys[:, :, :slots], self.values[:, :, :slots], begin, self.until)
 
     def restore(self, state: ExactState) -> None:
         """Hold what `state` gave."""
@@ -248,10 +268,10 @@ def _on_host(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def ring_index(exact: ExactTokens, length: int | Tensor, device: torch.device) -> Tensor:
-    """Index of the token in each slot of the ring behind `length` tokens, [newest]; below 0 where there is none."""
-    last = length - 1
-    return last - (last - torch.arange(exact.newest, device=device)) % exact.newest  # type: ignore[no-any-return]
+def ring_index(exact: ExactTokens, seen: SeenTokens) -> Tensor:
+    """Index of the token in each slot of the ring, [slots - first]; below 0 where there is none."""
+    last, slot = seen.length - 1, torch.arange(seen.slots - exact.first, device=seen.key.device)
+    return last - (last - slot) % exact.newest  # type: ignore[no-any-return]
 
 
 def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: TokenSpan) -> Division:
@@ -272,7 +292,7 @@ def divided(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, span: Tok
     by_row = ~(new | exact.is_exact(query, index, begin, seen.until))
     by_row = by_row if by_row.dim() == 3 else by_row[None]
 
-    newest = ring_index(exact, seen.length, device)
+    newest = ring_index(exact, seen)
     first = begin + torch.arange(exact.first, device=device)  # [first] or [batch_size, 1, first]
     of_first = (first < seen.length) & (first >= kv_offset) & ~exact.is_newest(query, first, seen.until)
     of_newest = (newest >= kv_offset) & exact.is_newest(query, newest, max(seen.until, 0))
@@ -336,7 +356,7 @@ def bounds_of(exact: ExactTokens, seen: SeenTokens, span: TokenSpan) -> SlotBoun
     begin = begin.clamp(max=LATEST)[:, None]
     codes = begin + exact.first
     first = begin + torch.arange(exact.first, device=device)
-    newest = ring_index(exact, seen.length, device).expand(batch_size, -1)
+    newest = ring_index(exact, seen).expand(batch_size, -1)
     index = [
         torch.where(first < seen.length, first, -1),
         torch.where((newest >= max(seen.until, 0)) & (newest >= codes), newest, -1),

@@ -323,7 +323,7 @@ class _Reader:
         assert layer.exact is not None
         tokens, sequences, shape = self.info["tokens"], self.info["sequences"], layer.module.shape
         name, until = f"exact.{layer.place}", self.info["until"][number]
-        sizes = sequences, shape.num_kv_heads, layer.exact.slots, shape.head_dim
+        sizes = sequences, shape.num_kv_heads, layer.exact.slots_of(tokens), shape.head_dim
         keys, values = (self.numbers(f"{name}.{side}", sizes, layer.dtype) for side in ("keys", "values"))
         begin = self.checked(f"{name}.begin", (sequences,), torch.int64)
         if bool(((begin < 0) | (begin >= tokens) & (begin != FAR)).any()) or until > tokens:

@@ -139,7 +139,7 @@ def held_by(cache: Cache, layer: SavedLayer) -> Held:
     stored = min(tokens, held.keys.shape[2])  # a static layer has room for more
     rows = slice(stored - layer.held_tokens(tokens), stored)
     keys, values = held.keys[:, :, rows].detach(), held.values[:, :, rows].detach()
-    exact = held.exact_rows.state() if isinstance(held, WithExactRows) else None
+    exact = held.exact_rows.state(tokens) if isinstance(held, WithExactRows) else None
     of_model = [((1, width), layer.row_dtype) for width in layer.widths]
     fits = [((side.shape[1], side.shape[3]), side.dtype) for side in (keys, values)] == of_model
     if not fits or (exact is None) != (layer.exact is None) or (exact and exact.keys.dtype != layer.dtype):

@@ -20,7 +20,12 @@ from ..calibration.prediction.decode_times import COMPARED_COMPRESSION, DecodeTi
 from ..calibration.prediction.devices import find_device
 from ..checked import JsonObject
 from ..checkpoint.layout import AttentionShape
-from ..checkpoint.sizes import uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
+from ..checkpoint.sizes import (
+    CacheSize,
+    uncompressed_kv_bytes_of_sequence,
+    uncompressed_kv_bytes_per_token,
+    uncompressed_row_bytes,
+)
 from ..errors import MissingError
 from ..models.hardware import DevicePlan, matmul_rate
 from ..models.hub import find_source
@@ -100,7 +105,8 @@ class Inspection:
     calibrate, export, validate: resources that the commands take on this machine; `export` with --accuracy, whose
         search measures the usual number of points, see recipe.Search.points.
     after: bytes of a sequence's cache, exact tokens among them, where the most and the least of REMOVED are removed, by
-        its tokens; empty for recipes without codes.
+        its tokens; empty for recipes without codes. smaller_from: tokens from which on such a cache is smaller, see
+        `CacheSize.smaller_from`.
     quick_seconds, server_seconds: seconds of the matrix products of calibrate and export with --quick on this machine,
         and as given on SERVER at SHARE_OF_PEAK, by command.
     """
@@ -130,7 +136,8 @@ class Inspection:
     export: ResourceEstimate
     validate: ResourceEstimate
     available_device_bytes: int | None
-    after: dict[int, tuple[int, int]]
+    after: dict[int, list[int]]
+    smaller_from: list[int | None]
     quick_seconds: dict[str, float]
     server_seconds: dict[str, float]
 
@@ -170,6 +177,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     tokenizer = load_tokenizer(source.folder, outline.text_config.vocab_size)
     devices = DevicePlan.choose(request, outline.dtype)
     target, compute_dtype = devices.device, devices.dtype
+    calibrating_dtype = DevicePlan.choose(request, outline.dtype, averaged=True).dtype
     element_bytes = outline.dtype.itemsize
     per_token = uncompressed_kv_bytes_per_token(shape, element_bytes)
     served = context_tokens(outline.config, request.context)
@@ -178,16 +186,17 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     times = decode_times(shape, device_rates, step, form.distinct)
-    calibrating = calibration_estimates(outline, spec, target, compute_dtype, request.batch_tokens)
+    calibrating = calibration_estimates(outline, spec, target, calibrating_dtype, request.batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
     taken = calibrating[streamed]
     rate = matmul_rate(target, compute_dtype)
+    calibrating_rate = rate if calibrating_dtype == compute_dtype else matmul_rate(target, calibrating_dtype)
     rates = {"statistics": matmul_rate(torch.device("cpu"), torch.float64)}
 
     def seconds_of(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of calibrate and of export, by stage."""
         flops = calibration_flops(outline, recipe).items()
-        calibrate = {name: round(count / rates.get(name, rate), 1) for name, count in flops}
+        calibrate = {name: round(count / rates.get(name, calibrating_rate), 1) for name, count in flops}
         return calibrate, {name: round(count / rate, 1) for name, count in evaluation_flops(outline, recipe).items()}
 
     seconds, measured = seconds_of(spec)
@@ -195,6 +204,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     commands = calibration_flops(outline, spec), evaluation_flops(outline, spec)
     peak = find_device(SERVER).matmul_flops_per_s
     assert peak is not None
+    sizes_after = _sizes_after(shape, element_bytes, spec)
     sizes = {n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in _contexts(outline, served)}
     validated = {name: seconds for name, seconds in measured.items() if name == "report"}
     measuring = evaluation_estimates(outline, spec, target, compute_dtype)
@@ -226,7 +236,8 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         export=ResourceEstimate.of(measuring[layerwise], layerwise, grown, grown, measured),
         validate=ResourceEstimate.of(measuring[layerwise], layerwise, 0, 0, validated),
         available_device_bytes=available_device_bytes(target),
-        after=_after(sizes, shape, element_bytes, spec) if spec.coded else {},
+        after={n: [size.of_sequence(n)["after"] for size in sizes_after] for n in sizes if sizes_after},
+        smaller_from=[size.smaller_from(served) for size in sizes_after],
         quick_seconds=dict(zip(COMMANDS, (round(sum(one.values()), 1) for one in quick), strict=True)),
         server_seconds=dict(
             zip(COMMANDS, (round(sum(one.values()) / (SHARE_OF_PEAK * peak), 1) for one in commands), strict=True)
@@ -239,15 +250,12 @@ def _contexts(outline: ModelOutline, served: int) -> list[int]:
     return sorted({served, *(n for n in CONTEXTS if bounded_seq_len(n, outline.config) == n)})
 
 
-def _after(
-    sizes: dict[int, int], shape: AttentionShape, element_bytes: int, recipe: Recipe
-) -> dict[int, tuple[int, int]]:
-    """Bytes of a cache where real models' shares are removed of its rows, and exact tokens stand beside them."""
-    exact = recipe.exact.tokens
-    slots = 0 if exact is None else exact.slots
-    beside = uncompressed_kv_bytes_of_sequence(shape, element_bytes, slots) if slots else 0
-    least, most = REMOVED
-    return {n: (round((1 - most) * size) + beside, round((1 - least) * size) + beside) for n, size in sizes.items()}
+def _sizes_after(shape: AttentionShape, element_bytes: int, recipe: Recipe) -> list[CacheSize]:
+    """Sizes of a cache where the most and the least of REMOVED are removed of its rows; empty for recipes without
+    codes."""
+    before, exact = uncompressed_row_bytes(shape, element_bytes), [recipe.exact.tokens] * shape.num_layers
+    rows = [[(1 - removed) * row for row in before] for removed in reversed(REMOVED) if recipe.coded]
+    return [CacheSize.of_rows(row_bytes, shape, element_bytes, exact) for row_bytes in rows]
 
 
 inspect = with_fields_of(InspectionRequest, run_inspection, "inspect")

@@ -108,7 +108,7 @@ def test_a_step_is_four_launches(exact: bool) -> None:
     ranges, slots, fill = KeyRanges.of_lengths(torch.full((2,), 64).int()), None, None
     if layout.exact is not None:
         slots = random_slots(layout.exact, shape, 2, 64, dtype, torch.Generator())
-        fill = SlotsToFill(slots.key, slots.value, layout.exact.first, 63, 0)
+        fill = SlotsToFill(slots.key, slots.value, layout.exact.first, layout.exact.newest, 63, 0)
     bases = {name: stored.get(name) for name in ("key_basis", "key_shift", "value_basis", "value_shift")}
     with recorded(90) as launched:
         append(

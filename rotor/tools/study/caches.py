@@ -239,5 +239,6 @@ def cache_bytes(network: CompressibleModel, prompt: int, tokens: int, policy: Po
         totals[place] = sum(sizes[index] for index in counted)
     modules = [network.family.attention_module(network.model, index) for index in range(len(layers))]
     exact = [module.layout.exact if isinstance(module, RotorAttention) else None for module in modules]
-    kept = exact_bytes_of_sequence(exact, network.shape, network.dtype.itemsize)
-    return [total + kept for total in totals]
+    shape, itemsize = network.shape, network.dtype.itemsize
+    kept = [exact_bytes_of_sequence(exact, shape, itemsize, end) for end in range(prompt, tokens + 1)]
+    return [sum(both) for both in zip(totals, kept, strict=True)]

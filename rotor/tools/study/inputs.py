@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ...errors import UsageError
-from ...recipe.reading import load_recipe, override
+from ...recipe.reading import context_overrides, load_recipe, override
 from ...recipe.recipe import Recipe
 
 
@@ -29,9 +29,11 @@ class StudyInputs:
         return next(iter(self.recipes.values()))
 
 
-def same_conditions(recipes: Iterable[str], overrides: Iterable[str]) -> dict[str, Recipe]:
+def same_conditions(recipes: Iterable[str], overrides: Iterable[str], context: int | None = None) -> dict[str, Recipe]:
     """The recipes by name, under one number of tokens, seed, row length, evaluation and search for all.
 
+    Args:
+        context: tokens of the sequences that are served, if the user named them.
     Raises:
         UsageError: no recipes, or two of one name.
     """
@@ -46,5 +48,5 @@ def same_conditions(recipes: Iterable[str], overrides: Iterable[str]) -> dict[st
             raise UsageError(f"--recipes: two recipes are named {name!r}.", "Change `name` in one of the files.")
         tokens = replace(recipe.tokens, count=count, seq_len=first.tokens.seq_len, seed=first.tokens.seed)
         same = replace(recipe, name=name, tokens=tokens, evaluation=first.evaluation, search=first.search)
-        recipes_by_name[name] = override(same, overrides)
+        recipes_by_name[name] = override(same, (*context_overrides(same, context), *overrides))
     return recipes_by_name

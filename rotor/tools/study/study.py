@@ -61,7 +61,7 @@ def run_study(request: StudyRequest) -> Study:
     chosen = [find_part(name) for name in dict.fromkeys(request.parts)]
     if not chosen:
         raise UsageError(f"--parts is empty: expected some of {', '.join(PARTS)}, or FILE.py:CLASS.")
-    recipes = same_conditions(request.recipes, request.all_overrides)
+    recipes = same_conditions(request.recipes, request.all_overrides, request.context)
     inputs = StudyInputs(recipes, tuple(request.sizes), tuple(request.caches))
     if request.plots:
         require_matplotlib()

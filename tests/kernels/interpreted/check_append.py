@@ -215,7 +215,7 @@ def test_a_token_is_stored_in_its_slots(offset: int, on_device: bool, rotary_dim
     slots = torch.zeros(2, 2, kv_heads, 11, 24)
     expected = slots.clone()
     fill = SlotsToFill(
-        *slots, 3, torch.tensor(offset) if on_device else offset, torch.tensor(begins) if on_device else 0
+        *slots, 3, 8, torch.tensor(offset) if on_device else offset, torch.tensor(begins) if on_device else 0
     )
     made = append(
         key, value, layout, shape, query=query if rotary_dim else None, key_basis=bases[0],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.random_layers import NARROW_BOTH, WIDE_BOTH, LayoutOf, groups_of, w
 from support.tiny_models import build_tiny
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
+from rotor.checkpoint import layout as checkpoint_layout
 from rotor.checkpoint.layout import PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.rows import NumberRow
 
@@ -90,6 +92,29 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
         called.clear()
         error = (found[1] - found[0]).norm() / found[0].norm()
         assert error < tolerance, (kind, error)
+
+
+def test_slots_that_grow_with_a_sequence_hold_what_all_of_them_would(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that add slots, a crop, a chunk that fills the ring. Where several tokens are new, sums have another
+    order."""
+    exact = ExactTokens(3, 20)
+    family, layout_of, biases = CASES["llama, numbers"]
+    source = build_tiny(family, tmp_path / "source")
+    out = write_random(source, tmp_path / "out", lambda shape: replace(layout_of(shape), exact=exact), biases)
+    model = AutoModelForCausalLM.from_pretrained(out).eval()
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    found, slots = [], []
+    for at_a_time in (1 << 20, 2):
+        monkeypatch.setattr(checkpoint_layout, "SLOTS_AT_A_TIME", at_a_time)
+        for chunks, crop in (([6, 1, 1, 1, 2, 1, 1], 3), ([6, 1, 1, 13, 1], 0)):
+            cache = DynamicCache(config=model.config)
+            found.append(passes(model, cache, chunks, 2, crop))
+            slots.append({layer.exact_rows.keys.shape[2] for layer in cache.layers})
+    assert (found[2] - found[0]).norm() < 1e-6 * found[0].norm()
+    assert (found[3] - found[1]).norm() < 1e-6 * found[1].norm()
+    assert slots == [{23}, {23}, {3 + 12}, {23}]
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def _of_recipe(study: StudyContext, recipe: str, size: int, name: str, tokens: i
         return LongRecord(name, tokens, skipped=f"out of reach: the least is {least:.0f} bytes")
     evaluator.compress(plan)
     shape, itemsize = study.network.shape, study.cache_dtype.itemsize
-    kept = exact_bytes_of_sequence([evaluator.recipe.exact.tokens] * shape.num_layers, shape, itemsize)
+    kept = exact_bytes_of_sequence([evaluator.recipe.exact.tokens] * shape.num_layers, shape, itemsize, tokens)
     rows = kv_bytes_of_sequence(plan.row_bytes(itemsize), shape, tokens)
     return LongRecord(name, tokens, "", (rows + kept) / tokens, measure(study, tokens))
 

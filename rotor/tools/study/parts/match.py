@@ -130,8 +130,8 @@ class _Measured:
         evaluator.compress(plan, bench.network)
         rows = plan.row_bytes(self.study.cache_dtype.itemsize)
         kept = [evaluator.recipe.exact.tokens] * self.shape.num_layers
-        exact = exact_bytes_of_sequence(kept, self.shape, self.study.cache_dtype.itemsize)
-        sizes = {n: (kv_bytes_of_sequence(rows, self.shape, n) + exact) / n for n in CONTEXTS}
+        exact = {n: exact_bytes_of_sequence(kept, self.shape, self.study.cache_dtype.itemsize, n) for n in CONTEXTS}
+        sizes = {n: (kv_bytes_of_sequence(rows, self.shape, n) + exact[n]) / n for n in CONTEXTS}
         return self._record(name, recipe, bench.measure(), sizes)
 
     def _record(
