@@ -94,7 +94,7 @@ def rotation_of(cos, sin, row, valid, table_stride, block, MODE: tl.constexpr, H
     """
     plane = tl.arange(0, HALF_PADDED)
     if MODE == 2:
-        row = row % block
+        row = row % block  # stored keys are rotated within their block alone
     inside = valid[:, None] & (plane < HALF)[None, :]
     start = row.to(tl.int64)[:, None] * table_stride + plane[None, :]
     own_cos = tl.load(cos + start, mask=inside, other=1.0).to(tl.float32)
@@ -124,7 +124,8 @@ def projected(
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
             own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, MODE, HALF, HALF_PADDED)
-        # Head by head: both halves of the rotary planes, rotated, times their rows of the basis.
+        # Head by head: both halves of the rotary planes, rotated, times their rows of the basis. A group's heads stand
+        # below each other in the basis, so their products add up in one latent.
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
             first = tl.load(start, mask=there, other=0.0).to(tl.float32)
@@ -205,6 +206,7 @@ def store_head(
     offset, begin: of each token, see `slots.SlotsToFill`. place: of slot 0 of its sequence and head.
     """
     dim = tl.arange(0, HEAD_PADDED)
+    # Every token goes to its slot of the ring; the first of a sequence also to slots that no newer one takes.
     for first in tl.static_range(2 if FIRST else 1):
         slot = offset - begin if first else FIRST + offset % NEWEST
         there = valid & (slot >= 0) & (slot < FIRST) if first else valid
@@ -246,11 +248,14 @@ def append_kernel(
     `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
     `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
+    # ROWS tokens, and a job of the table: words of a row, a query head to rotate, or a KV head to store exactly. One
+    # launch does all kinds: in a small step most of the time is that of launches.
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     job = jobs + tl.program_id(1) * FIELDS
     kind, head, start = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     sequence, position = (token // seq_len).to(tl.int64), (token % seq_len).to(tl.int64)
+    # Row of the table of cosines and sines of each token.
     row = token % table_rows
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
@@ -274,6 +279,7 @@ def append_kernel(
                     HALF_PADDED, REST, REST_PADDED,
                 )  # fmt: skip
             if STORE:
+                # In a CUDA graph the index of the token lies on the device, and changes from launch to launch.
                 index_now = tl.zeros((ROWS,), tl.int64) + offset
                 if OFFSETS:
                     index_now = tl.zeros((ROWS,), tl.int64) + tl.load(offsets)
@@ -333,6 +339,7 @@ def append_kernel(
         of_key = key_rows + slot // page * key_page + slot % page * key_row
         if LATENTS:
             last = True
+            # Latents that a projection put out lie in memory already; others are left there first.
             if FOLDED:
                 own = key + from_key
             else:
@@ -340,6 +347,7 @@ def append_kernel(
                 tl.store(own[:, None] + column[None, :], latents, mask=whole)
                 last = last_of(arrived + tl.program_id(0) * groups + first_word, words)
             if last:
+                # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
                 code_group(
                     own, code_shift, code_length, code_halves, of_key, code_places,
                     code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,

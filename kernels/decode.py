@@ -335,6 +335,7 @@ def decode_kernel(
                 z += operands(words, CODED, DTYPE, ASM)
             if not JOINT:
                 rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
+            # Loads of the next tile wait for its page: it is asked for while this tile is computed.
             after = tl.minimum(tile + 1, tile_1 - 1)
             page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)  # of the next tile
             # Keys of this tile that each query row attends to, [KEYS, 1 or ROWS].
@@ -371,6 +372,7 @@ def decode_kernel(
             logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
             scales = 1.0
             if SCALED:
+                # A product with a column of ones gives each thread the nibbles of its keys, for its query rows.
                 of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
                 of_pair = scales_of_pairs(of_key, KEYS, ROWS)
                 scales = both_of_pairs(of_pair, KEYS, ROWS)
@@ -390,6 +392,7 @@ def decode_kernel(
             weights, rounded, sums = softmax_of_tile(
                 logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
             )
+            # Seldom: take the largest logit of the tile as the reference, and weigh what was summed by it anew.
             if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
                 higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
                 shrink = tl.exp2(reference - higher)
@@ -404,7 +407,8 @@ def decode_kernel(
             since_move = sums
             if SCALED:
                 total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
-            # Values.
+            # Values: the same words again, as [columns, keys], times the weights. What operands have too much stays in
+            # the sums, and is taken out by `settled`.
             added = ()
             for i in tl.static_range(VALUE_PARTS):
                 words = load_columns(  # [VALUE_PART, KEYS]
@@ -457,6 +461,7 @@ def logits_of_tile(
         logits += scaled_c[None, :]
     if not SOFTCAP:
         logits = tl.where(visible, logits, HIDDEN)
+    # Hidden keys begin so low that products do not lift them to where others are.
     for i in tl.static_range(len(z)):
         logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
     return logits

@@ -24,7 +24,7 @@ from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import capability_of, device_guard, device_table, padded, precision, sm_count
+from .launch import device_guard, device_table, padded, precision, sm_count
 from .parameters import AttentionParameters, as_loaded
 from .passes import capturing
 from .ranges import KeyRanges
@@ -216,9 +216,9 @@ class DecodeLayer:
         """Tell whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.scaled)
 
-    def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
+    def tiles(self, tokens: int = 1) -> Tile:
         """The tile by rule, for so many new tokens."""
-        return decode_tile(self.layout, tokens * self.group_rows, capability)
+        return decode_tile(self.layout, tokens * self.group_rows)
 
     def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
@@ -328,7 +328,7 @@ def decode_attention(
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
-    tiles = tiles or layer.tiles(tokens, capability_of(key.device))
+    tiles = tiles or layer.tiles(tokens)
     if programs is None:
         most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
         work = batch_size * groups * -(-capacity // layer.step(tiles))

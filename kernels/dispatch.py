@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rotor.checkpoint.kernel_config import ARCHITECTURES, KernelConfig, LayerKernels, Tile, layout_class
+from rotor.checkpoint.kernel_config import KernelConfig, LayerKernels, Tile, layout_class
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.errors import UsageError
 from rotor.logs import log
@@ -138,8 +138,8 @@ def config_of(path: Path | None, layouts: Sequence[LayerLayout]) -> KernelConfig
 @lru_cache(maxsize=4096)
 def default_layer(layout: LayerLayout) -> LayerKernels:
     """The launches of a layer, by rule."""
-    sm_80, sm_90 = (decode_tile(layout, layout.group_size * HEADS_PER_KV, of) for of in ARCHITECTURES)
-    return LayerKernels(layout_class(layout), sm_80, sm_90, slices_per_sm(layout, sm_90), layout.pre_rope)
+    tile = decode_tile(layout, layout.group_size * HEADS_PER_KV)
+    return LayerKernels(layout_class(layout), tile, tile, slices_per_sm(layout, tile), layout.pre_rope)
 
 
 def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
@@ -152,11 +152,9 @@ def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
     return max(1, warps // tile.warps)
 
 
-def decode_tile(layout: LayerLayout, query_rows: int, capability: int = 90) -> Tile:
-    """The tile of decoding: one warp takes 64 keys; two share them where rows are wide and query rows many.
-
-    The rule is the same for all architectures.
-    """
+def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
+    """The tile of decoding on all architectures: one warp takes 64 keys; two share them where rows are wide and query
+    rows many."""
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     work = widest // layout.operands * layout.word_nibbles * rows * (1 + layout.latents_per_group) // 2

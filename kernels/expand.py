@@ -77,6 +77,7 @@ def copy_latents(
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
     lanes: tl.constexpr = CODED if CODED else 1
+    # A word is loaded once and gives all of its lanes, which lie side by side in what is written.
     for start in range(0, words, BLOCK):
         held = there[:, None] & (start + column < words)[None, :]
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
@@ -86,6 +87,7 @@ def copy_latents(
             if SCALED:
                 latents = (latents.to(tl.float32) * scales).to(kind)
             tl.store(to, latents, mask=held)
+    # Zeros up to the width that stock attention wants of keys and values alike.
     for start in range(lanes * words, width, BLOCK):
         held = there[:, None] & (start + column < width)[None, :]
         tl.store(out + (target + start)[:, None] + column[None, :], tl.zeros((KEYS, BLOCK), kind), mask=held)
@@ -140,6 +142,7 @@ def expand_kernel(
         row = (index % page).to(tl.int64)
         key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
+    # Sequences of a batch differ in length; programs behind the end of a shorter one have nothing to do.
     if tl.program_id(0) * KEYS < kv_len:
         scales = scales_of(key, key_place, there, key_start + group * key_group, SCALED, MIDDLE, STEPS)
         if head == SIZE:

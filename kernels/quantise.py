@@ -81,7 +81,7 @@ def code_group(
     words, first_word, written = tl.load(group + 3), tl.load(group + 4), tl.load(group + 5)
     channel = tl.arange(0, COLUMNS)
 
-    # The scale, from the weighted mean square of all latents.
+    # The scale, from the weighted mean square of all latents: half of its logarithm, rounded to a nibble.
     energy = tl.zeros((ROWS,), tl.float32)
     for before in range(0, rank, COLUMNS):
         some = before + channel < rank
@@ -91,7 +91,9 @@ def code_group(
     doubled = tl.log2(tl.maximum(energy, 1e-30)) * (0.5 * STEPS)
     nibble = tl.minimum(tl.maximum(tl.floor(doubled + 0.5) + MIDDLE, 0.0), LARGEST)
     scale = tl.exp2((nibble - MIDDLE) / STEPS)
-    # The next larger one, if what is beyond the levels costs more than steps that are so much coarser.
+    # One scale serves all channels, so an outlier may lie beyond the levels; a larger scale makes every step coarser.
+    # Both cost a squared error, of which 1/12 of a squared step is that of rounding. The second pass compares them:
+    # the next larger one, if what is beyond the levels costs more than steps that are so much coarser.
     larger = tl.exp2((nibble + 1 - MIDDLE) / STEPS)
     lost, lost_by_larger = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
     for before in range(0, rank, COLUMNS):
@@ -108,7 +110,7 @@ def code_group(
     nibble = tl.where(is_larger, nibble + 1, nibble)
     scale = tl.where(is_larger, larger, scale)
 
-    # Words, of latents over the scale that are gathered by the digit table.
+    # Words, of latents over the scale that are gathered by the digit table; latents come from cache, read here again.
     WORDS: tl.constexpr = COLUMNS // LANES
     lane, word = channel // WORDS, channel % WORDS
     out = tl.arange(0, WORDS)
@@ -158,7 +160,7 @@ def coding_plan(layout: LayerLayout, device: torch.device) -> CodingPlan:
 
 
 def lanes_of(layout: LayerLayout) -> int:
-    """Planes of a layer's digit tables: of nibbles, and, where some are split, of lower crumbs."""
+    """Lanes of a layer's digit tables: of nibbles, and, where some are split, of lower crumbs."""
     return WORD_NIBBLES if layout.operands <= WORD_NIBBLES else 2 * WORD_NIBBLES
 
 

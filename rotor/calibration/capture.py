@@ -133,7 +133,6 @@ def observed_attention(
     layers: range,
     report: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
-    read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
     exact: Sequence[ExactTokens] | None = None,
 ) -> Iterator[None]:
     """Context in which the attention of some layers reports the tensors that it computes with, graph included.
@@ -148,10 +147,9 @@ def observed_attention(
             output, [batch_size, seq_len, num_heads, group_size * head_dim], each query head's average of the stacked
             values of its KV head's group. A layer that reads the cache of another is reported as that one, without
             keys and values.
-        read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
-        exact: tokens of each layer that queries read exactly, whatever `read` returns. Without `read` the reported
-            `key_post` and `value` are copies in the graph, which get the gradient of queries that read a token from
-            codes, and EXACT_SHARE of that of the others; `key_pre` is then not reported.
+        exact: tokens of each layer that queries read exactly. Reported `key_post` and `value` are then copies in the
+            graph, which get the gradient of queries that read a token from codes, and EXACT_SHARE of that of the
+            others; `key_pre` is not reported.
     """
     before: dict[int, Tensor] = {}
     copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -177,20 +175,14 @@ def observed_attention(
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
-        coded = key, value
-        if read is not None:
-            coded = read(layer, tensors)
-        elif exact is not None:
+        if exact is not None:
             if not reads:
                 copies[layer] = key.view_as(key), value.view_as(value)
                 tensors = {"query": query, "key_post": copies[layer][0], "value": copies[layer][1]}
-            coded = copies[layer]
-        if exact is None:
-            key, value = coded
-        else:
-            if read is None:  # the same numbers, with a part of their gradient
-                key, value = torch.lerp(key, coded[0], EXACT_SHARE), torch.lerp(value, coded[1], EXACT_SHARE)
-            key, value = torch.cat([key, coded[0]], dim=2), torch.cat([value, coded[1]], dim=2)
+            coded_key, coded_value = copies[layer]
+            # The exact ones are the same numbers, of whose gradient the copies get a part.
+            key, value = torch.lerp(key, coded_key, EXACT_SHARE), torch.lerp(value, coded_value, EXACT_SHARE)
+            key, value = torch.cat([key, coded_key], dim=2), torch.cat([value, coded_value], dim=2)
             attention_mask = exact_then_coded(attention_mask, query.shape[2], exact[layer], query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
         output = output.unflatten(-1, (layer_shape.num_heads, -1))

@@ -36,7 +36,7 @@ FONT_SIZE = 12
 CHARACTER = 0.56 * FONT_SIZE
 """About the width of a character, by which labels get room."""
 
-LEFT, RIGHT, BOTTOM = 64, 12, 44
+WIDTH, LEFT, RIGHT, BOTTOM = 440, 64, 12, 44
 LEGEND_LINE = 18
 
 
@@ -242,10 +242,10 @@ class Axis:
 class Chart:
     """A chart that is drawn upon, and then written by `svg`."""
 
-    def __init__(self, x: Axis, y: Axis, width: float = 440, height: float = 280, right: float = RIGHT) -> None:
+    def __init__(self, x: Axis, y: Axis, height: float = 280, right: float = RIGHT) -> None:
         """height: of the plot alone. right: room beside it."""
         self.x, self.y = x, y
-        self.width, self.height, self.right = width, height, right
+        self.width, self.height, self.right = WIDTH, height, right
         self.marks: list[str] = []
         self.entries: list[tuple[str, str]] = []
 
@@ -266,9 +266,9 @@ class Chart:
         """Draw a dot; `said` is what a pointer on it shows."""
         self._round(point, f"fill:{colour}", radius, said)
 
-    def ring(self, point: tuple[float, float], colour: str, *, radius: float = 9) -> None:
+    def ring(self, point: tuple[float, float], colour: str) -> None:
         """Draw a ring around a point."""
-        self._round(point, f"fill:none;stroke:{colour}", radius, "", ' stroke-width="2"')
+        self._round(point, f"fill:none;stroke:{colour}", 9, "", ' stroke-width="2"')
 
     def box(self, low: tuple[float, float], high: tuple[float, float], colour: str) -> str:
         """A box between two points, which `group` takes."""
@@ -293,7 +293,7 @@ class Chart:
         }
         self.entries.append((drawn[shape], label))
 
-    def colour_scale(self, colours: Sequence[str], label: str, least_steps: int = 4) -> None:
+    def colour_scale(self, colours: Sequence[str], label: str) -> None:
         """Draw a scale of colours, the first at the bottom, in the room to the right of the plot, with numbers."""
         left, step = self.width - self.right + 10, self.height / len(colours)
         for index, colour in enumerate(colours):
@@ -301,23 +301,19 @@ class Chart:
             self.marks.append(
                 f'<rect x="{left:g}" y="{top:.1f}" width="10" height="{step + 0.3:.1f}" style="fill:{colour}"/>'
             )
-        every = max(1, len(colours) // least_steps)
+        every = max(1, len(colours) // 4)
         for index in range(0, len(colours), every):
             self.marks.append(_text(left + 14, self.height - (index + 0.5) * step + 4, str(index), "start"))
         self.marks.append(_text(left, self.height + 18, label, "start"))
 
-    def svg(self, described: str, style: str = "") -> str:
-        """The chart.
-
-        Args:
-            described: for those who do not see it. style: CSS of its own, where no page around it has any.
-        """
+    def svg(self, described: str) -> str:
+        """The chart, `described` for those who do not see it."""
         legend, lines = self._legend()
         top = LEGEND_LINE * lines + 10
         whole = f"0 0 {self.width:g} {top + self.height + BOTTOM:g}"
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{whole}" role="img" aria-label="{escape(described)}" '
-            f'font-size="{FONT_SIZE}">{style}{legend}<g transform="translate(0 {top:g})">'
+            f'font-size="{FONT_SIZE}">{legend}<g transform="translate(0 {top:g})">'
             f"{self._axes()}{''.join(self.marks)}</g></svg>"
         )
 
