@@ -203,7 +203,7 @@ def store_head(
 ):  # fmt: skip
     """Store a KV head of some tokens exactly, the key rotated: in their slots, and in those of first tokens.
 
-    offset, begin: of each token, see `slots.SlotsToFill`. place: of slot 0 of its sequence and head.
+    offset, begin: of each token, see `exact_slots.SlotsToFill`. place: of slot 0 of its sequence and head.
     """
     dim = tl.arange(0, HEAD_PADDED)
     # Every token goes to its slot of the ring; the first of a sequence also to slots that no newer one takes.
@@ -246,7 +246,7 @@ def append_kernel(
     heads exactly, by offset and begin, which with OFFSETS and BEGINS are on the device; FIRST, NEWEST: slots.
     LANES: lanes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
     `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
-    `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
+    `quantise.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
     # ROWS tokens, and a job of the table: words of a row, a query head to rotate, or a KV head to store exactly. One
     # launch does all kinds: in a small step most of the time is that of launches.

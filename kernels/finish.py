@@ -41,13 +41,13 @@ def finish_kernel(
     """Finish SHARE query heads of a sequence. Grid: query heads over SHARE, sequences.
 
     Tensors:
-        query: [tokens, num_heads, head_dim], rotated. key, value, index: as in `slots.ExactSlots`.
+        query: [tokens, num_heads, head_dim], rotated. key, value, index: as in `exact_slots.ExactSlots`.
         partial, partial_lse, table: of `decode_kernel`; entry 7 of a group in `table` is the first column of its values
             in the basis, in units of BASIS_ALIGN.
         output_basis: [HEADS * head_dim, sum of value widths]. value_constant: [num_kv_heads, head_dim], float32.
         output: [tokens, num_heads * head_dim].
         begin, until: ranges of the rows of codes. first, end, mask, holes: of all keys, see `KeyRanges`.
-        codes_first: [batch_size], codes_until: [tokens], see `slots.ExactSlots`.
+        codes_first: [batch_size], codes_until: [tokens], see `exact_slots.ExactSlots`.
     Constants:
         APART: query rows (SHARE times TOKENS), rounded up to a power of two. ROWS: columns of the products, a multiple
             of that: the rows are repeated.

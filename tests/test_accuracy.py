@@ -15,8 +15,7 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
-from rotor import inspect
-from rotor.calibration.calibrate import calibrate
+from rotor import Progress, calibrate, export, inspect
 from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
@@ -34,14 +33,12 @@ from rotor.models.splits import (
     held_out_documents,
     read_kinds,
 )
-from rotor.progress import Progress
 from rotor.recipe.reading import load_recipe
 from rotor.recipe.requests import ExportRequest
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext
-from rotor.search.export.export import export
 from rotor.search.export.job import ExportJob
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable

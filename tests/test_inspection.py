@@ -13,8 +13,7 @@ from support.paths import DEMO_MODEL
 from torch import Tensor
 from typer.testing import CliRunner
 
-from rotor import inspect
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, inspect
 from rotor.calibration.codes.side import codes_bytes
 from rotor.calibration.form import wanted_gradients
 from rotor.calibration.information import stored_bytes

@@ -14,7 +14,7 @@ from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from support.tiny_models import CONFIGS, build_tiny
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.calibration.moments import pack_symmetric, unpack_symmetric
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
@@ -26,7 +26,6 @@ from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.weights import StreamedWeights
 from rotor.search.evaluation.scoring import score
-from rotor.search.export.export import export
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")

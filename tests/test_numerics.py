@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from support.runs import calibrated, reseal
 from support.tiny_models import build_tiny
 
+from rotor import Run, calibrate, export
 from rotor.calibration.bases import kq
-from rotor.calibration.calibrate import calibrate
 from rotor.calibration.moments import LayerStatistics
-from rotor.calibration.run import Run, read_weight_fisher, write_weight_fisher
+from rotor.calibration.run import read_weight_fisher, write_weight_fisher
 from rotor.checkpoint.files import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
@@ -29,7 +29,6 @@ from rotor.models.source import Checkpoint
 from rotor.models.tokens import synthetic_tokens
 from rotor.models.weights import Weights
 from rotor.search.evaluation.scoring import batch_logits
-from rotor.search.export.export import export
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from support.compare import relative_error
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export, validate
 from rotor.calibration.capture import capture
 from rotor.calibration.form import model_form
 from rotor.calibration.gradients import fisher_information
@@ -27,8 +27,6 @@ from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.recipe.reading import load_recipe
 from rotor.runtime.attention import RotorAttention
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 ROWS = torch.randint(5, 4000, (3, 22), generator=torch.Generator().manual_seed(0))
 

@@ -21,6 +21,7 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, StaticCache
 
+from rotor import export
 from rotor.calibration.capture import StoredKeys
 from rotor.calibration.form import model_form
 from rotor.checkpoint.families import attention_shape, find_family
@@ -31,7 +32,6 @@ from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, cache_policy
 from rotor.runtime.decoded import decoding
-from rotor.search.export.export import export
 
 ROWS = torch.randint(1, 4096, (2, 160), generator=torch.Generator().manual_seed(3))
 STEP_BY_STEP = [0, 120, *range(121, 161)]

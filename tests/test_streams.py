@@ -19,9 +19,10 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.quick import mostly_nightly
 
+from rotor import RotorError
 from rotor.cli import console
 from rotor.cli.console import print_json
-from rotor.errors import RotorError, from_system, system_errors
+from rotor.errors import from_system, system_errors
 from rotor.logs import log, log_file
 
 

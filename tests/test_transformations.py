@@ -12,9 +12,8 @@ from support.cache_truth import scores_behind
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.policies import PerToken
-from rotor.search.export.export import export
 from rotor.tools.study.inputs import StudyInputs, same_conditions
 from rotor.tools.study.part import find_part
 

@@ -9,20 +9,18 @@ import pytest
 import torch
 from support.paths import DEMO_MODEL, ROOT
 
+from rotor import Progress, export, validate
 from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
-from rotor.progress import Progress
 from rotor.recipe.metric_registry import report_metrics
 from rotor.recipe.reading import distance_overrides, load_recipe
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.estimate import evaluation_estimates
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
 from rotor.search.table import RankTable
-from rotor.tools.validation.validate import validate
 
 DOCS = ROOT / "docs"
 OF_DOCS = ["evaluation.source=text", f"evaluation.path={DOCS}", "evaluation.search_tokens=512"]

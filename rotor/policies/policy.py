@@ -17,7 +17,7 @@ from ..checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
 from ..kernels.parameters import row_dtype
-from ..runtime.exact import WithExactRows
+from ..runtime.exact_rows import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
 

@@ -28,7 +28,7 @@ from ..kernels.reference.exact import project_rows
 from ..kernels.rotary import Rotation, rotate
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens
+from .exact_rows import NewTokens
 from .rope import RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 

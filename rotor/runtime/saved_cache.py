@@ -21,7 +21,7 @@ from ..checkpoint.row_channels import DAMAGED, spots_of
 from ..checkpoint.row_codec import RowCodec, Zstandard, pack_numbers, unpack_numbers
 from ..checkpoint.rows import Level
 from ..errors import CheckpointError, UsageError
-from .exact import FAR, ExactState, with_exact_rows
+from .exact_rows import FAR, ExactState, with_exact_rows
 from .positions import BEGINNINGS, SHIFTS, Kept
 from .rope import BlocksAsGiven
 from .saved_layers import Held, SavedLayer, held_by, layers_of

@@ -18,7 +18,7 @@ from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
 from ..kernels.parameters import row_dtype
 from .attention import RotorAttention
-from .exact import (
+from .exact_rows import (
     ExactDynamicLayer,
     ExactSlidingWindowLayer,
     ExactState,

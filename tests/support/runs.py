@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate
 from rotor.checkpoint.layout import LayerRanks
 from rotor.checkpoint.manifest import Manifest, write_manifest
 from rotor.models.compressible import CompressibleModel
