@@ -29,7 +29,7 @@ from ..kernels.rotary import Rotation, rotate
 from ..logs import log
 from ..numerics import is_finite
 from .exact_rows import NewTokens
-from .rope import RotaryTable, Rotations, rope_of
+from .rope import RopeCall, RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 
 if TYPE_CHECKING:
@@ -123,9 +123,10 @@ class RotorAttention(CompressedProjections):
         served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
         served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
+        asked = RopeCall(now, given, hidden_states, served, cache)
         if reads_rows:
-            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, batch_size, now)
-        rotations = self.rope(now, given, hidden_states, served, cache)
+            self.rope.check(asked, kwargs.get("position_ids"), attention_mask, batch_size)
+        rotations = self.rope(asked)
         rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)
