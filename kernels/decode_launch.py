@@ -47,7 +47,8 @@ MOST_BLOCKS = 128
 """Most blocks that a program of `absorb` takes at a time."""
 
 ABSORBED_BYTES = 256 << 20
-"""Most bytes of absorbed queries in one launch; larger batches are launched in parts."""
+"""Most bytes of absorbed queries in one launch; larger batches are launched in equal parts, each with as many programs
+as its own work takes."""
 
 
 def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
@@ -329,18 +330,19 @@ def decode_attention(
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
     tiles = tiles or layer.tiles(tokens)
-    if programs is None:
-        most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
-        work = batch_size * groups * -(-capacity // layer.step(tiles))
-        programs = min(most_programs, max(sm_count(key.device), work // TILES_OF_A_PROGRAM))
+    most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
     per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * layer.dtype.itemsize
     most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
+    most = -(-batch_size // -(-batch_size // most))
+    asked_programs = programs
     for start in range(0, batch_size, most):
         part = slice(start, min(start + most, batch_size))
+        work = (part.stop - start) * groups * -(-capacity // layer.step(tiles))
+        programs = asked_programs or min(most_programs, max(sm_count(key.device), work // TILES_OF_A_PROGRAM))
         begin, until = ranges.begin[part], ranges.until[part]
         first, end, mask, holes, starts = ranges.first, ranges.end, ranges.mask, ranges.holes, ranges.query_start
         queries, outputs, keys, values, pages = query, output, key, value, block_table

@@ -21,6 +21,7 @@ from rotor.errors import NumericsError, UsageError
 from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path
+from rotor.tools.bench.baselines import BASELINES, random_baseline, widened
 from rotor.tools.bench.bench import bench
 
 APART = layout_of(1, [(WIDE, NARROW)] * 4)
@@ -46,8 +47,10 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
     assert {"rotor", "torch", "transformers", "python"} <= set(report["versions"])
     assert report["commit"] is None or len(report["commit"].removesuffix("-dirty")) == 40
     measured = {"rotor, PyTorch path", "SDPA"}
+    others = {f"{BASELINES[bits]}, widened by PyTorch" for bits in (8, 4)}
     assert {(r["phase"], r["row"]) for r in report["attention"]} == {
-        (phase, row) for phase in ("decode", "prefill") for row in measured
+        *(("decode", row) for row in measured | others),
+        *(("prefill", row) for row in measured),
     }
     assert set(report["not_measured"]) == {"rotor, kernel"}
     assert "CUDA" in report["not_measured"]["rotor, kernel"]
@@ -57,7 +60,7 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
         assert record["largest_error"] <= 1e-5
     for phase in ("decode", "prefill"):
         stock = [r for r in report["attention"] if r["phase"] == phase and r["row"] == "SDPA"]
-        assert min(r["over_stock"] for r in stock) == 1.0
+        assert [r["over_uncompressed"] for r in stock] == [1.0]
     json.dumps(report)
 
 
@@ -69,9 +72,23 @@ def test_a_step_with_exact_tokens_is_measured_whole_and_a_prompt_is_stock_attent
         attention.bench_layer(layout, shape, load, torch.float32, generator, 1, left_out)
         for load in ((2, 1, 48), (2, 24, 24))
     )
-    assert step.keys() == {"rotor, PyTorch path", "SDPA"}
+    others = {f"{BASELINES[bits]}, widened by PyTorch" for bits in (8, 4)}
+    assert step.keys() == {"rotor, PyTorch path", "SDPA", *others}
     assert prompt.keys() == {"SDPA"}
     assert left_out.keys() == {"rotor, kernel", "rotor, prompts"}
+
+
+@pytest.mark.parametrize(("bits", "part"), [(16, 4), (8, 2), (4, 1 + 0.5)])
+def test_other_caches_hold_what_they_say_and_are_read_as_they_are(bits: int, part: float) -> None:
+    """Bytes by those of 4 bits; a number of 4 bits is one of 16 levels of its group's scale."""
+    problem = random_baseline((4, 2, 32), [70, 70], bits, torch.bfloat16, torch.Generator().manual_seed(0))
+    numbers = 2 * 2 * 140 * 32  # scales and offsets of 4 bits: four numbers of 16 bits for 32
+    assert problem.cache_bytes == part * numbers / 2 + (8 if bits == 8 else 0)
+    found, exact = widened(problem)(), problem.unrounded()
+    assert (found.double() - exact).norm() / exact.norm() < attention.TOLERANCE[torch.bfloat16]
+    if bits == 4:
+        (key, _), levels = problem.read(torch.float64), problem.key_scale.double()
+        assert (key[..., :16] - levels[..., 1:2]).div(levels[..., :1]).round().unique().tolist() == [*range(16)]
 
 
 @pytest.mark.parametrize("seq_len", [1, 24])
@@ -105,7 +122,8 @@ def test_command_line(folder: Path) -> None:
     assert compressed["first_token_over_source"] == first[0] / first[1]
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
     text = CliRunner().invoke(app, call[:-1]).output  # without -q
-    assert "over SDPA" in text
+    assert "over uncompressed" in text
+    assert "fp8 (e4m3), one scale, widened by PyTorch" in " ".join(text.split())
     assert "over source" in text
     assert "not measured: rotor, kernel: the Triton kernels need" in text
 

@@ -14,7 +14,7 @@ from rotor.calibration.prediction.cost import (
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.calibration.prediction.decode_times import decode_times, uniform_layout
+from rotor.calibration.prediction.decode_times import decode_times, too_wide, uniform_layout
 from rotor.calibration.prediction.devices import bundled_devices, find_device
 from rotor.calibration.prediction.instructions import ABSORBING, DECODING, MORE_ROWS, SPLIT_LANE, group_instructions
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout
@@ -33,6 +33,19 @@ def joint(places: int, heads: int = 1, form: KeyForm = BLOCKS) -> LayerLayout:
     row = CodedRow(n4=places - 1, scaled=True)
     groups = (GroupLayout(tuple(range(i, i + heads)), row) for i in range(0, 8, heads))
     return LayerLayout(tuple(groups), *form)
+
+
+def test_rows_of_too_many_heads_are_named() -> None:
+    """128 nibbles a head for four heads of an 8B are, 256 for two are not; a tenth of the time is what tells."""
+    times = decode_times(LLAMA, H200, STEP)
+    share = {(t.candidate, t.scenario): t.share for t in times}
+    wide = too_wide(times)
+    four, two = (f"joint, blocks of 64, {n} heads" for n in (4, 2))
+    assert wide[four] == ["0.75", "0.875"]
+    assert share[four, "0.94"] > share[two, "0.94"] > 0.9 * share[four, "0.94"]
+    assert share[two, "0.875"] < 0.9 * share[four, "0.875"]
+    assert two not in wide
+    assert not any(name.endswith("1 head") for name in wide)
 
 
 def test_the_uncompressed_layer_takes_its_bytes() -> None:

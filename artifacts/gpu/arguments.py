@@ -17,7 +17,7 @@ from rotor.tools.bench.precompile import parse_archs, subjects_of
 from rotor.tools.bench.records import provenance
 
 from . import bundle
-from .plan import CARRIED, jobs
+from .plan import CARRIED, jobs, needs_program
 from .session import MINUTES, run
 from .subjects import STEP, named_subjects
 from .summary import table
@@ -25,7 +25,7 @@ from .summary import table
 if TYPE_CHECKING:
     from .count import CountedLayer
 
-COUNT, CUT, JOIN = "count", "cut", "join"
+COUNT, CUDA, CUT, JOIN = "count", "cuda", "cut", "join"
 
 TITLES = (
     "layer", "arch", "limit", "layers", "bytes a key and head", "moved in SMs", "spilled B", "instructions",
@@ -42,6 +42,8 @@ def run_command(given: Sequence[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if given[:1] == [COUNT]:
         return count(_count_parser().parse_args(given[1:]), given)
+    if given[:1] == [CUDA]:
+        return count_cuda(given[1:])
     if given[:1] == [CUT]:
         return cut_file(given[1:])
     if given[:1] == [JOIN]:
@@ -57,8 +59,9 @@ def _parser() -> argparse.ArgumentParser:
         "each job in processes of its own; each result is appended to the file as it comes, and a summary is "
         "written beside it. Jobs whose programs (ncu, compute-sanitizer) are not installed are skipped. Without a GPU "
         "it prints what would run. Exit code 1 if a part failed, 2 without a GPU.",
-        epilog=f"`python artifacts/gpu {COUNT} --help`: instructions of the kernels, counted without a GPU. {CUT} and "
-        f"{JOIN}: a real model for a machine without network, see `make gpu-bundle MODEL=FILE`.",
+        epilog=f"`python artifacts/gpu {COUNT} --help`: instructions of the kernels, counted without a GPU. {CUDA}: "
+        f"those of the study in CUDA C++, compiled by nvcc. {CUT} and {JOIN}: a real model for a machine without "
+        "network, see `make gpu-bundle MODEL=FILE`.",
     )
     parser.add_argument("-o", "--out", type=Path, default=Path("gpu.jsonl"), help="JSON lines, one for each result")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="for all of it (default %(default)g)")
@@ -77,6 +80,24 @@ def measure(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if not session.cuda:
         raise UsageError("there is no CUDA device here.", "Run it on the GPU that is to serve.")
     return int(session.failed)
+
+
+def count_cuda(given: Sequence[str]) -> int:
+    from .cuda_decode import count_rows
+
+    parser = argparse.ArgumentParser(
+        prog=f"python artifacts/gpu {CUDA}",
+        description="Count the warp instructions a key and KV head of the decode kernel in CUDA C++, a study; nvcc "
+        "compiles it. Beside it, those of the kernel that serves.",
+    )
+    parser.add_argument("--arch", default="sm_90", help="architectures, as in sm_80,sm_90")
+    asked = parser.parse_args(given)
+    if missing := needs_program("nvcc"):
+        raise UsageError(f"{missing}.", "Install CUDA's compiler.")
+    titles = "layout", "arch", "registers", "spilled B", "instructions", "of decode in Triton"
+    rows = count_rows(parse_archs(asked.arch))
+    print(table(titles, ((*about, f"{own:.2f}", f"{triton:.2f}") for *about, own, triton in rows)))
+    return 0
 
 
 def cut_file(given: Sequence[str]) -> int:

@@ -25,7 +25,7 @@ LOADS: dict[str, list[int]] = {
 """Lengths of the sequences of a decode step: one new token a sequence, the last of its keys."""
 
 FLASH_ROWS = {16: "Triton flash-decoding", 8: "Triton, fp8 (e4m3)", 4: "Triton, 4 bits in groups"}
-"""Rows of flash-decoding in Triton, by the bits of a number of its cache; see `baselines`."""
+"""Rows of flash-decoding in Triton, by the bits of a number of its cache; see `rotor.tools.bench.baselines`."""
 
-FP8_CAPABILITY = 89
-"""Least compute capability that Triton compiles e4m3 for."""
+CUDA_ROWS = {"llama3-8b-64x2": 64, "llama3-8b-128x2": 128, "llama3-8b-256x2": 256}
+"""Layouts that the study in CUDA C++ reads, and bytes of a group's row; see `cuda_decode`."""

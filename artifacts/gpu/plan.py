@@ -14,7 +14,7 @@ from rotor.checkpoint.kernel_config import ARCHITECTURES
 from rotor.tools.bench.tuning import launches
 
 from .absorbing import ways_to_absorb
-from .loads import FLASH_ROWS, LOADS, PROMPT
+from .loads import CUDA_ROWS, FLASH_ROWS, LOADS, PROMPT
 from .subjects import gpu_subjects, model_of
 
 Record = JsonObject
@@ -86,6 +86,8 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
             missing=lambda: needs_program("ncu")),
         Job("carried", "a real model: calibrated, exported, generating", 150, lambda: _carried(out), flexible=True,
             missing=needs_carried),
+        Job("cuda", "the study in CUDA C++: hazards, and its decode beside Triton's", 40, _cuda, flexible=True,
+            missing=lambda: needs_program("nvcc")),
         Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
         Job("sanitizer", "small launches of every kernel by compute-sanitizer", 60, _sanitizer,
             missing=lambda: needs_program("compute-sanitizer")),
@@ -206,6 +208,13 @@ def _compiled() -> list[Task]:
 
 def _sanitizer() -> list[Task]:
     return [Task("memcheck", "sanitizer:check", {"names": [*gpu_subjects()]}, 150)]
+
+
+def _cuda() -> list[Task]:
+    """Its hazards, where compute-sanitizer is, and its times."""
+    found = [] if needs_program("compute-sanitizer") else [Task("racecheck", "cuda_decode:races", limit_s=90)]
+    timed = [(name, load) for load in ("8 x 32K", "1 x 32K") for name in CUDA_ROWS]
+    return found + [Task(f"{n}, {load}", "cuda_decode:timed", {"name": n, "load": load}, 60) for n, load in timed]
 
 
 def _counters(out: Path) -> list[Task]:

@@ -182,9 +182,9 @@ def _counters(records: list[Record]) -> str:
 
 
 def _sanitizer(records: list[Record]) -> str:
-    return "\n".join(
-        f"compute-sanitizer: {record['sanitizer']} error(s)" for record in records if "sanitizer" in record
-    )
+    lines = [f"compute-sanitizer: {record['sanitizer']} error(s)" for record in records if "sanitizer" in record]
+    lines += [f"racecheck, CUDA C++: {record['hazards']} hazard(s)" for record in records if "hazards" in record]
+    return "\n".join(lines)
 
 
 def _seconds(records: list[Record]) -> str:

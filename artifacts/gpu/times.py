@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
 from rotor.calibration.prediction.devices import Device, bundled_devices
+from rotor.kernels import decode_launch
 from rotor.kernels.append import append
 from rotor.kernels.attention import attend_pages, ranges_of_pages
 from rotor.kernels.dispatch import default_layer
@@ -35,10 +37,11 @@ from rotor.tools.bench.attention import (
     uncompressed_heads,
     zero_scale,
 )
+from rotor.tools.bench.baselines import FP8_CAPABILITY, random_baseline
+from rotor.tools.bench.flash import flash_decoding
 from rotor.tools.bench.records import quartiles
 
-from .baselines import flash_decoding, random_flash
-from .loads import FLASH_ROWS, FP8_CAPABILITY, LOADS, PROMPT, PROMPT_TOKENS, RAGGED
+from .loads import FLASH_ROWS, LOADS, PROMPT, PROMPT_TOKENS, RAGGED
 from .plan import Record
 from .subjects import MODELS, PAGE, Subject, gpu_subjects
 
@@ -50,6 +53,9 @@ COLD_BYTES = 256 << 20
 
 COPIES = 4, 32
 """Caches of one graph, at least and at most."""
+
+L2_BYTES = 24 << 20
+"""Absorbed queries of a part of a batch that may stay in L2 until they are read."""
 
 REPLAYS = 12
 
@@ -125,7 +131,7 @@ def part_seconds(calls: list[Call], device: torch.device) -> dict[str, float]:
 
 OWN_KERNELS = (
     "append_kernel", "absorb_kernel", "decode_kernel", "join_kernel", "finish_kernel",
-    "expand_kernel",
+    "expand_kernel", "nibble_decode",
 )  # fmt: skip
 
 
@@ -246,6 +252,11 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
         steps = [*map(_after, appending(subject, problems, where), calls)]
         seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
         yield {**about, "row": "rotor, with append", "cache": "contiguous", "seconds": seconds, "parts": parts}
+        if subject.layout.in_blocks and len(lengths) > 1:
+            with patch.object(decode_launch, "ABSORBED_BYTES", L2_BYTES):
+                seconds, parts = cold_seconds(calls, where), part_seconds(calls, where)
+            row = f"rotor, absorbed in parts of {L2_BYTES >> 20} MiB"
+            yield {**about, "row": row, "cache": "contiguous", "seconds": seconds, "parts": parts}
         del problems, calls, steps
     if load in (RAGGED, "8 x 32K") and subject.layout.exact is None:
         calls = paged(subject, lengths, count, where)
@@ -303,9 +314,9 @@ def flash(name: str, load: str, bits: int, device: str = "cuda", lengths: list[i
     if bits == 8 and capability_of(where) < FP8_CAPABILITY:
         return
     generator = torch.Generator(where).manual_seed(0)
-    first = random_flash(sizes, lengths, bits, DTYPE, generator)
+    first = random_baseline(sizes, lengths, bits, DTYPE, generator)
     count = copies(first.cache_bytes)
-    others = [random_flash(sizes, lengths, bits, DTYPE, generator) for _ in range(count - 1)]
+    others = [random_baseline(sizes, lengths, bits, DTYPE, generator) for _ in range(count - 1)]
     calls = [flash_decoding(problem) for problem in (first, *others)]
     about = {"layout": f"{name}, uncompressed", "load": load, "row": FLASH_ROWS[bits], "cache_bytes": first.cache_bytes}
     error = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..calibration.prediction.decode_times import too_wide
 from ..progress import in_bytes, in_time
 from ..tools.inspection import REMOVED, SHARE_OF_PEAK
 from .console import print_pairs, print_table, say
@@ -132,6 +133,9 @@ def _print_decode_times(inspection: Inspection) -> None:
         "apart: a latent each. blocks: positions within which keys are rotated. heads: KV heads that share a latent. "
         "-, and what is left out: no kernel attends to it."
     )
+    wide = [f"{name} at {' and '.join(at)} removed" for name, at in too_wide(inspection.decode_times).items()]
+    if wide:
+        say(f"Rows of too many heads to be worth their time (those of fewer take a tenth less): {'; '.join(wide)}.")
     _say_slower(inspection)
 
 

@@ -23,6 +23,9 @@ from .devices import Device
 SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
 """Name and compression of each scenario."""
 
+FEWER_ARE_FASTER = 0.1
+"""Share of the time that rows of fewer heads must spare to be worth naming."""
+
 COMPARED_COMPRESSION = 0.75
 """Compression at which the recipe's form is compared with no compression."""
 
@@ -34,7 +37,7 @@ class DecodeTime:
     instructions_per_key: warp instructions of attention per key and KV head; 0 if keys are rebuilt in memory.
     seconds: predicted time of attention in all layers in a decode step.
     share: that time relative to the uncompressed model's.
-    chosen: whether the recipe gives this form. settings: fields of a recipe that give it.
+    chosen: whether the recipe gives this form. settings: fields of a recipe that give it. heads: that share a row.
     """
 
     candidate: str
@@ -45,6 +48,7 @@ class DecodeTime:
     share: float
     chosen: bool = False
     settings: str = ""
+    heads: int = 1
 
 
 def decode_times(
@@ -79,6 +83,7 @@ def decode_times(
                     seconds / base,
                     candidate in chosen,
                     _settings(candidate, most),
+                    candidate.group_size,
                 )
             )
     return times
@@ -118,6 +123,21 @@ def slower(times: Sequence[DecodeTime], scenario: str) -> tuple[DecodeTime, Deco
     fast = [time for time in there if time.share <= 1]
     same = [time for time in fast if _but_heads(time) == _but_heads(slowest)]
     return slowest, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
+
+
+def too_wide(times: Sequence[DecodeTime]) -> dict[str, list[str]]:
+    """Forms whose rows have more KV heads than is worth their time, and the scenarios where that is so: rows of fewer
+    heads, of the same key form and as many bytes, are predicted to take at least FEWER_ARE_FASTER less."""
+    scenarios: dict[str, list[str]] = {}
+    for time in times:
+        fewer = [
+            other.share
+            for other in times
+            if (other.scenario, _but_heads(other)) == (time.scenario, _but_heads(time)) and other.heads < time.heads
+        ]
+        if time.instructions_per_key and min(fewer, default=time.share) < (1 - FEWER_ARE_FASTER) * time.share:
+            scenarios.setdefault(time.candidate, []).append(time.scenario)
+    return scenarios
 
 
 def _but_heads(time: DecodeTime) -> str:

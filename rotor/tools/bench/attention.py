@@ -28,6 +28,7 @@ from ...kernels.passes import Pass
 from ...kernels.reference.attention import attention
 from ...kernels.reference.exact import ExactKeys, RowKeys, attend_to_both
 from ...kernels.rotary import Rotation, rotate, when_read
+from .baselines import BASELINES, FP8_CAPABILITY, Call, random_baseline, widened
 from .records import quartiles
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -39,8 +40,9 @@ CHECKED_QUERIES = 32
 FLUSH_BYTES = 1 << 27
 """Read before each timed call on a CPU, several times its caches."""
 
-Call = Callable[[], Tensor]
-"""Function that is timed; gives [batch_size, seq_len, sum over query heads of value width]."""
+SDPA = "SDPA"
+UNCOMPRESSED = SDPA, f"{BASELINES[16]}, Triton"
+"""Rows of the uncompressed cache at 16 bits, beside the fastest of which all rows are set."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +273,8 @@ def bench_layer(
         else:
             left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
         rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
-    rows["SDPA"] = sdpa(query, key, value), sdpa(*last)()
+    rows[SDPA] = sdpa(query, key, value), sdpa(*last)()
+    rows |= _baselines(shape, load, dtype, generator, left_out)
     errors = {}
     for name, (call, expected) in rows.items():
         errors[name] = relative_error(call(), expected)
@@ -282,6 +285,49 @@ def bench_layer(
                 "The row computes something wrong: a defect of rotor, of PyTorch or of the driver; report it.",
             )
     return {name: {**timed(call, device, repetitions), "error": errors[name]} for name, (call, _) in rows.items()}
+
+
+def _baselines(
+    shape: AttentionShape,
+    load: tuple[int, int, int],
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    left_out: dict[str, str],
+) -> dict[str, tuple[Call, Tensor]]:
+    """Steps over other caches, see `baselines`; on a CPU, where no kernel reads these, widened by PyTorch at each step.
+
+    None of a prompt, which attends to the keys and values that the model just made.
+    """
+    (batch_size, seq_len, kv_len), device = load, generator.device
+    on_gpu, rows = device.type == "cuda", dict[str, tuple[Call, Tensor]]()
+    if seq_len > 1:
+        return rows
+    for bits, name in BASELINES.items():
+        if not on_gpu and bits == 16:  # that is SDPA
+            continue
+        if on_gpu and (why := _not_served(shape, dtype, bits, device)):
+            left_out[name] = why
+            continue
+        sizes = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        problem = random_baseline(sizes, [kv_len] * batch_size, bits, dtype, generator)
+        call = widened(problem)
+        if on_gpu:
+            from .flash import flash_decoding  # imports Triton
+
+            call = flash_decoding(problem)
+        rows[f"{name}, Triton" if on_gpu else f"{name}, widened by PyTorch"] = call, problem.unrounded()
+    return rows
+
+
+def _not_served(shape: AttentionShape, dtype: torch.dtype, bits: int, device: torch.device) -> str:
+    """Why Triton's kernel over another cache does not run on a GPU, or nothing."""
+    if dtype.itemsize != 2:
+        return "the Triton kernels over uncompressed caches compute in 16 bits"
+    if shape.head_dim & (shape.head_dim - 1):
+        return f"the Triton kernels over uncompressed caches have no heads of {shape.head_dim}"
+    if bits == 8 and torch.cuda.get_device_capability(device) < divmod(FP8_CAPABILITY, 10):
+        return "this GPU has no e4m3"
+    return ""
 
 
 def relative_error(output: Tensor, unrounded: Tensor) -> float:

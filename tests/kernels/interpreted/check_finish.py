@@ -20,7 +20,7 @@ from rotor.kernels.ranges import KeyRanges, ranges_of_codes
 
 def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, first: int = 4, newest: int = 20,
-    page: int = 0, programs: int = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
+    page: int = 0, programs: int | None = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
     rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
     **rest: float,
 ) -> None:  # fmt: skip
@@ -145,3 +145,23 @@ def test_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_launch, "ABSORBED_BYTES", 1)
     check(layer_of([64], 1, block=64), [70, 20, 40])
     check(layer_of([64], 1, block=64), [70, 20, 40], [2, 1, 2])
+
+
+def test_parts_of_a_batch_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four sequences, of which three would fit, are two and two. Each part has the programs of its own tiles."""
+    parts: list[object] = []
+    finish = decode_launch._finish
+
+    def recorded(*given: object) -> None:
+        parts.append(given[-4:-2])
+        finish(*given)
+
+    monkeypatch.setattr(decode_launch, "_finish", recorded)
+    monkeypatch.setattr(decode_launch, "sm_count", lambda device: 2)
+    monkeypatch.setattr(decode_launch, "TILES_OF_A_PROGRAM", 1)
+    sequence_bytes = 4 * 2 * 128 * 2  # four blocks, two query rows, 128 columns of operands, two bytes each
+    for most_bytes in (4 * sequence_bytes, 3 * sequence_bytes):
+        monkeypatch.setattr(decode_launch, "ABSORBED_BYTES", most_bytes)
+        check(layer_of([64], 1, block=64), [70, 20, 40, 130], programs=None)
+    tiles = 3  # of 64 keys, as the cache has room for 133
+    assert parts == [(slice(0, 4), 4 * tiles), (slice(0, 2), 2 * tiles), (slice(2, 4), 2 * tiles)]

@@ -1,24 +1,19 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Baselines where PyTorch has none: flash-decoding in Triton over lengths of any kind, on keys and values of 16 bits,
-of 8 bits (e4m3, as servers keep an fp8 cache), and of 4 bits in groups (as KIVI's and KVQuant's are kept, without their
-outliers).
+"""Flash-decoding in Triton over the caches of `baselines`, of sequences of any lengths.
 
 A program takes some keys of a KV head of a sequence with all query heads that share them; a second kernel joins these
-chunks by their log-sum-exp. At 8 bits keys and values have a scale each. At 4 bits a token and head has two groups of
-half a head, each with a scale and an offset of 16 bits: the low nibbles of its bytes and the high ones.
+chunks by their log-sum-exp.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rotor.kernels.launch import device_guard, sm_count
-from rotor.tools.bench.attention import Call
+from ...kernels.launch import device_guard, sm_count
+from .baselines import Baseline, Call
 
 KEYS = 64
 PROGRAMS_PER_SM = 8
@@ -133,75 +128,7 @@ def chunks_kernel(
     tl.store(to, (joined / weight).to(output.dtype.element_ty))
 
 
-@dataclass(frozen=True)
-class FlashProblem:
-    """A decode step of an uncompressed model, sequences of any lengths behind each other.
-
-    query: [sequences, heads, head_dim]. key, value: [kv_heads, tokens, head_dim], at 4 bits [.., head_dim // 2], uint8.
-    key_scale, value_scale: at 8 bits one number each, at 4 bits [kv_heads, tokens, 4].
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    lengths: tuple[int, ...]
-    key_scale: Tensor | None = None
-    value_scale: Tensor | None = None
-
-    @property
-    def cache_bytes(self) -> int:
-        held = (self.key, self.value, self.key_scale, self.value_scale)
-        return sum(part.nbytes for part in held if part is not None)
-
-    def unrounded(self) -> Tensor:
-        """[sequences, heads, head_dim], in float64."""
-        key, value = read(self.key, self.key_scale), read(self.value, self.value_scale)
-        per_head, start, found = self.query.shape[1] // len(key), 0, []
-        for query, length in zip(self.query.double(), self.lengths, strict=True):
-            own = slice(start, start + length)
-            logits = query.unflatten(0, (-1, per_head)) @ key[:, own].mT * query.shape[-1] ** -0.5
-            found.append((logits.softmax(-1) @ value[:, own]).flatten(0, 1))
-            start += length
-        return torch.stack(found)
-
-
-def read(rows: Tensor, scales: Tensor | None) -> Tensor:
-    """Keys or values in float64."""
-    if scales is None:
-        return rows.double()
-    if not scales.dim():
-        return rows.double() * scales.double()
-    low, high = ((rows >> shift & 15).double() for shift in (0, 4))
-    s0, z0, s1, z1 = scales.double().unsqueeze(-1).unbind(-2)
-    return torch.cat([low * s0 + z0, high * s1 + z1], dim=-1)
-
-
-def random_flash(
-    sizes: tuple[int, int, int], lengths: list[int], bits: int, dtype: torch.dtype, generator: torch.Generator
-) -> FlashProblem:
-    """sizes: query heads, KV heads, numbers of a head. bits: 16, 8 or 4, of a number of the cache."""
-    (heads, kv_heads, head_dim), device, tokens = sizes, generator.device, sum(lengths)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=generator, device=device).to(dtype)
-
-    query = normal(len(lengths), heads, head_dim)
-    if bits > 4:
-        key, value = (normal(kv_heads, tokens, head_dim) for _ in range(2))
-        if bits == 16:
-            return FlashProblem(query, key, value, tuple(lengths))
-        factors = [side.abs().amax().float() / torch.finfo(torch.float8_e4m3fn).max for side in (key, value)]
-        key, value = ((x / f).to(torch.float8_e4m3fn) for x, f in zip((key, value), factors, strict=True))
-        return FlashProblem(query, key, value, tuple(lengths), *factors)
-    size = kv_heads, tokens, head_dim // 2
-    key, value = (torch.randint(256, size, generator=generator, device=device, dtype=torch.uint8) for _ in range(2))
-    scales = [(0.2 + 0.05 * normal(kv_heads, tokens, 4)) for _ in range(2)]
-    for each in scales:
-        each[..., 1::2] *= -7.5
-    return FlashProblem(query, key, value, tuple(lengths), *scales)
-
-
-def flash_decoding(problem: FlashProblem) -> Call:
+def flash_decoding(problem: Baseline) -> Call:
     """[sequences, heads, head_dim], by Triton."""
     p, device = problem, problem.query.device
     (sequences, heads, head_dim), kv_heads = p.query.shape, len(p.key)
