@@ -76,7 +76,7 @@ def absorb_kernel(
     first_start = block_0 + sequence * starts_blocks
     first_block = tl.program_id(0) * COUNT
     if first_block < blocks:
-        own = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
+        query_row = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
         own_basis = basis + (head // PER_HEAD).to(tl.int64) * (CHUNKS * CHUNK * OPERANDS * COLUMNS)
         own_constants = constants + head // PER_HEAD * (CHUNKS * CHUNK * 8)
         place = tl.arange(0, COUNT)
@@ -103,17 +103,18 @@ def absorb_kernel(
         planes = ()
         for c in tl.static_range(ROTARY):
             plane = half + c * HALF
-            planes += (tl.load(own + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
-            planes += (tl.load(own + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            planes += (tl.load(query_row + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            planes += (tl.load(query_row + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
-            q = tl.load(own + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
+            q = tl.load(query_row + dimension, mask=dimension < HEAD_DIM, other=0.0).to(tl.float32)
             still += ((tl.zeros((COUNT, CHUNK), tl.float32) + q[None, :]).to(DTYPE),)
         # Places of COUNT blocks behind the first, in starts and among the results.
         at_start = starts + (place * (2 * STARTS))[:, None] + half[None, :]
         at_block = place * (GROUPS * TOKENS * ROWS)
         out = absorbed + (at_block * WIDTH)[:, None] + column[None, :]
+        # COUNT blocks are the rows of one product: the basis, which is the larger operand, is loaded once for all.
         for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
             inside = start + place < blocks
             of_group = ((sequence * max_blocks + start) * GROUPS + group).to(tl.int64)
@@ -133,6 +134,8 @@ def absorb_kernel(
             if CODED:
                 for c in tl.static_range(CHUNKS):
                     shared = tl.dot(rotated[c], of_constants[c], shared, input_precision=PRECISION)
+            # Absorbed queries, PART columns at a time. What decoding reads too much is counted of the rounded numbers,
+            # with which it multiplies.
             for i in tl.static_range(PARTS):
                 product = tl.zeros((COUNT, PART), tl.float32)
                 for c in tl.static_range(CHUNKS):
@@ -141,6 +144,7 @@ def absorb_kernel(
                 tl.store(out + (index * WIDTH + i * PART), rounded, mask=inside[:, None])
                 if CODED:
                     shared = tl.dot(rounded, of_excess[i], shared, input_precision=PRECISION)
+            # Two numbers for each constant, for precision; those that a scale multiplies are stored apart.
             if CODED:
                 of_scale = (eight // 2 == 1)[None, :]
                 scaled = tl.sum(tl.where(of_scale, shared, 0.0), 1)

@@ -5,8 +5,8 @@ In a layer with exact tokens keys are also rotated as attention takes them, and 
 heads, which are projected here.
 
 All of it is one launch. A program makes some words of a group's row for some tokens. A table says which digit is in
-each of the four planes of a word. The columns of the basis are gathered by this table, so that the columns of the
-product are the nibbles, plane by plane, followed by the lower crumbs of split planes. A channel with several digits is
+each of the four nibbles of a word. The columns of the basis are gathered by this table, so that the columns of the
+product are the nibbles, lane by lane, followed by the lower crumbs of split lanes. A channel with several digits is
 computed once for each, which costs little beside reading the basis. The row of a joint group of codes has a scale, by
 all of its latents: there programs leave latents in memory, and the last one of a group codes them (`quantise`).
 
@@ -31,9 +31,9 @@ from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, Code
 from .arrivals import counters, last_of, prepare_counters
 from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
-from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, packed, planes_of
+from .parameters import as_loaded, row_dtype
+from .quantise import EMPTY, GROUP_FIELDS, code_group, coding_plan, digits_of, lanes_of, packed
 from .rotary import Rotation
-from .rows import as_loaded, row_dtype
 
 KEYS, VALUES, QUERIES, EXACT_KEYS = 0, 1, 2, 3
 """Kinds of jobs: make rows of a group's keys, make rows of its values, rotate a query head, rotate (and store) a KV
@@ -94,7 +94,7 @@ def rotation_of(cos, sin, row, valid, table_stride, block, MODE: tl.constexpr, H
     """
     plane = tl.arange(0, HALF_PADDED)
     if MODE == 2:
-        row = row % block
+        row = row % block  # stored keys are rotated within their block alone
     inside = valid[:, None] & (plane < HALF)[None, :]
     start = row.to(tl.int64)[:, None] * table_stride + plane[None, :]
     own_cos = tl.load(cos + start, mask=inside, other=1.0).to(tl.float32)
@@ -124,7 +124,8 @@ def projected(
         read = (plane < HALF)[:, None] & some[None, :]
         if MODE > 0:
             own_cos, own_sin = rotation_of(cos, sin, row, valid, table_stride, block, MODE, HALF, HALF_PADDED)
-        # Head by head: both halves of the rotary planes, rotated, times their rows of the basis.
+        # Head by head: both halves of the rotary planes, rotated, times their rows of the basis. A group's heads stand
+        # below each other in the basis, so their products add up in one latent.
         for head in range(SIZE):
             start = key + (source + head * head_stride)[:, None] + plane[None, :]
             first = tl.load(start, mask=there, other=0.0).to(tl.float32)
@@ -143,12 +144,12 @@ def projected(
         there = valid[:, None] & (place < REST)[None, :]
         read = (place < REST)[:, None] & some[None, :]
         for head in range(SIZE):
-            own = tl.load(
+            basis_rest = tl.load(
                 key + (source + head * head_stride)[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0
             )
             tile = basis + (head * dim + 2 * HALF + place[:, None]) * basis_stride + column[None, :]
             numbers = tl.load(tile, mask=read, other=0.0)
-            result = tl.dot(own.to(numbers.dtype), numbers, result, input_precision=PRECISION)
+            result = tl.dot(basis_rest.to(numbers.dtype), numbers, result, input_precision=PRECISION)
     if SHIFT:
         result += tl.load(shift + column, mask=some, other=0.0)[None, :]
     return result
@@ -190,8 +191,8 @@ def rotate_head(
     if REST > 0:
         place = tl.arange(0, REST_PADDED)
         there = valid[:, None] & (place < REST)[None, :]
-        own = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0)
-        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], own, mask=there)
+        rest = tl.load(query + source[:, None] + 2 * HALF + place[None, :], mask=there, other=0.0)
+        tl.store(query_out + target[:, None] + 2 * HALF + place[None, :], rest, mask=there)
 
 
 @triton.jit
@@ -202,9 +203,10 @@ def store_head(
 ):  # fmt: skip
     """Store a KV head of some tokens exactly, the key rotated: in their slots, and in those of first tokens.
 
-    offset, begin: of each token, see `slots.SlotsToFill`. place: of slot 0 of its sequence and head.
+    offset, begin: of each token, see `exact_slots.SlotsToFill`. place: of slot 0 of its sequence and head.
     """
     dim = tl.arange(0, HEAD_PADDED)
+    # Every token goes to its slot of the ring; the first of a sequence also to slots that no newer one takes.
     for first in tl.static_range(2 if FIRST else 1):
         slot = offset - begin if first else FIRST + offset % NEWEST
         there = valid & (slot >= 0) & (slot < FIRST) if first else valid
@@ -233,7 +235,7 @@ def append_kernel(
     STORE: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, OFFSETS: tl.constexpr, BEGINS: tl.constexpr,
     LATENTS: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FIELDS: tl.constexpr, GROUP_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
-    PLANES: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
 
@@ -242,15 +244,18 @@ def append_kernel(
     given as heads, and have a basis; VALUE_SHIFT: which has a shift. QUERY: there are queries to rotate; EXACT: and
     keys, which are written behind them. INDEX, SLOTS: `index` or `slots` is given. STORE: store keys and values of
     heads exactly, by offset and begin, which with OFFSETS and BEGINS are on the device; FIRST, NEWEST: slots.
-    PLANES: planes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
+    LANES: lanes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
     `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
-    `coding.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
+    `quantise.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
     """
+    # ROWS tokens, and a job of the table: words of a row, a query head to rotate, or a KV head to store exactly. One
+    # launch does all kinds: in a small step most of the time is that of launches.
     token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
     job = jobs + tl.program_id(1) * FIELDS
     kind, head, start = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     sequence, position = (token // seq_len).to(tl.int64), (token % seq_len).to(tl.int64)
+    # Row of the table of cosines and sines of each token.
     row = token % table_rows
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
@@ -274,6 +279,7 @@ def append_kernel(
                     HALF_PADDED, REST, REST_PADDED,
                 )  # fmt: skip
             if STORE:
+                # In a CUDA graph the index of the token lies on the device, and changes from launch to launch.
                 index_now = tl.zeros((ROWS,), tl.int64) + offset
                 if OFFSETS:
                     index_now = tl.zeros((ROWS,), tl.int64) + tl.load(offsets)
@@ -293,8 +299,8 @@ def append_kernel(
         held, written = tl.load(job + 5), tl.load(job + 6)
         # Columns of the basis that this program needs, by the digit table if rows are codes.
         if CODED:
-            plane, word = tl.arange(0, COLUMNS) // (COLUMNS // PLANES), tl.arange(0, COLUMNS) % (COLUMNS // PLANES)
-            place = tl.load(places + start + plane * words + word, mask=word < held, other=-1)
+            lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
+            place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
             column, some = place >> 10, place >= 0
         else:
             column = start + tl.arange(0, COLUMNS)
@@ -333,6 +339,7 @@ def append_kernel(
         of_key = key_rows + slot // page * key_page + slot % page * key_row
         if LATENTS:
             last = True
+            # Latents that a projection put out lie in memory already; others are left there first.
             if FOLDED:
                 own = key + from_key
             else:
@@ -340,17 +347,18 @@ def append_kernel(
                 tl.store(own[:, None] + column[None, :], latents, mask=whole)
                 last = last_of(arrived + tl.program_id(0) * groups + first_word, words)
             if last:
+                # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
                 code_group(
                     own, code_shift, code_length, code_halves, of_key, code_places,
-                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, PLANES, MIDDLE, LARGEST,
+                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
                     STEPS,
                 )  # fmt: skip
         else:
             if CODED:
-                out = first_word + tl.arange(0, COLUMNS // PLANES)
-                full = tl.arange(0, COLUMNS // PLANES) < held
-                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, PLANES), 0)
-                mask = stored[:, None] & (tl.arange(0, COLUMNS // PLANES) < written)[None, :]
+                out = first_word + tl.arange(0, COLUMNS // LANES)
+                full = tl.arange(0, COLUMNS // LANES) < held
+                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
+                mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
             else:
                 out = first_word + tl.arange(0, COLUMNS)
                 result = latents
@@ -595,7 +603,7 @@ def tables_of(
         rotated: keys are rotated by the kernel. stored: and kept in slots of exact tokens.
     """
     folded = layout.folds_keys(shape)
-    planes = planes_of(layout)
+    lanes = lanes_of(layout)
     places: list[int] = []
     jobs: list[list[int]] = []
     size, unit = dtype.itemsize, layout.word_bytes(dtype.itemsize)
@@ -610,11 +618,11 @@ def tables_of(
                 jobs += [[kind, head, column + done, len(parts), number, *[latent.rank - done] * 2] for done in parts]
             elif isinstance(latent, CodedRow):
                 first, words = len(places), latent.words
-                places += [entry for plane in digits_of(latent, column, planes) for entry in plane]
+                places += [entry for lane in digits_of(latent, column, lanes) for entry in lane]
                 following = layout.byte_offsets(size)[number + 1 :]
                 end = following[0][not keys] if following else layout.read_bytes(size)[not keys]
                 written = end // unit - dest
-                for word in range(0, written, COLUMNS // planes):
+                for word in range(0, written, COLUMNS // lanes):
                     jobs.append([kind, head, first + word, words, dest + word, words - word, written - word])
             else:
                 for done in range(0, latent.rank, COLUMNS):
@@ -633,7 +641,7 @@ def tables_of(
         "HEAD_DIM": shape.head_dim, "HEAD_PADDED": padded(shape.head_dim),
         "CODED": layout.coded and not layout.scaled, "LATENTS": layout.scaled, "FOLDED": folded,
         "MIDDLE": SCALE_MIDDLE, "LARGEST": SCALE_LARGEST, "STEPS": SCALE_STEPS, "COLUMNS": COLUMNS, "FIELDS": FIELDS,
-        "GROUP_FIELDS": GROUP_FIELDS, "PRECISION": precision(dtype), "PLANES": planes,
+        "GROUP_FIELDS": GROUP_FIELDS, "PRECISION": precision(dtype), "LANES": lanes,
     }  # fmt: skip
     return Plan(device_table(places or [EMPTY], device), device_table(jobs, device), constants)
 

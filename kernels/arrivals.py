@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 
-from .launch import capturing
+from .passes import capturing
 
 OF_GRAPHS = 1 << 20
 """Counters of a device for CUDA graphs; a graph takes a few for each layer. Then they are taken anew."""

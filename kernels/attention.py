@@ -16,9 +16,9 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from .decode_launch import MOST_ROWS, DecodeLayer, block_starts, decode_attention
 from .exact_slots import ExactSlots
 from .expand import PagesOf
-from .launch import capability_of, capturing, sm_count
+from .launch import capability_of, sm_count
 from .parameters import AttentionParameters, seq_len_of
-from .passes import Pass, version_of
+from .passes import Pass, capturing, version_of
 from .ranges import KeyRanges, ranges_of_codes
 from .rotary import Rotation
 from .stock import (

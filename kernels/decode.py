@@ -81,15 +81,15 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
         return (words,)
     words = words.to(tl.uint16, bitcast=True)
     if ASM:
-        found = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
+        digits = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
         low = (words & 0xFF).to(tl.uint16)
         high = (words >> 8).to(tl.uint16)
-        found = (low & 0xF, low, high & 0xF, high)
-    unpacked = (as_number(found[0], DTYPE), as_number(found[1], DTYPE), as_number(found[2], DTYPE))
-    unpacked += (as_number(found[3], DTYPE),)
+        digits = (low & 0xF, low, high & 0xF, high)
+    unpacked = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
+    unpacked += (as_number(digits[3], DTYPE),)
     for j in tl.static_range(4, CODED):
-        unpacked += (as_number(crumb(found[3] if j < 6 else found[1], sixteenth(j), ASM), DTYPE),)
+        unpacked += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
     return unpacked
 
 
@@ -335,6 +335,7 @@ def decode_kernel(
                 z += operands(words, CODED, DTYPE, ASM)
             if not JOINT:
                 rows_of_tile = rows_at(values, page, tile, b, u, value_block, VALUE_ROW, STEP, KEYS, PAGE, CODED)
+            # Loads of the next tile wait for its page: it is asked for while this tile is computed.
             after = tl.minimum(tile + 1, tile_1 - 1)
             page = page_of(block_table, sequence, after, b, u, table_stride, STEP, KEYS, PAGE)  # of the next tile
             # Keys of this tile that each query row attends to, [KEYS, 1 or ROWS].
@@ -371,6 +372,7 @@ def decode_kernel(
             logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
             scales = 1.0
             if SCALED:
+                # A product with a column of ones gives each thread the nibbles of its keys, for its query rows.
                 of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
                 of_pair = scales_of_pairs(of_key, KEYS, ROWS)
                 scales = both_of_pairs(of_pair, KEYS, ROWS)
@@ -390,6 +392,7 @@ def decode_kernel(
             weights, rounded, sums = softmax_of_tile(
                 logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
             )
+            # Seldom: take the largest logit of the tile as the reference, and weigh what was summed by it anew.
             if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
                 higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
                 shrink = tl.exp2(reference - higher)
@@ -404,7 +407,8 @@ def decode_kernel(
             since_move = sums
             if SCALED:
                 total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
-            # Values.
+            # Values: the same words again, as [columns, keys], times the weights. What operands have too much stays in
+            # the sums, and is taken out by `settled`.
             added = ()
             for i in tl.static_range(VALUE_PARTS):
                 words = load_columns(  # [VALUE_PART, KEYS]
@@ -457,6 +461,7 @@ def logits_of_tile(
         logits += scaled_c[None, :]
     if not SOFTCAP:
         logits = tl.where(visible, logits, HIDDEN)
+    # Hidden keys begin so low that products do not lift them to where others are.
     for i in tl.static_range(len(z)):
         logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
     return logits
@@ -488,13 +493,13 @@ def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECI
 @triton.jit
 def settled(weighted, weight_since, shrink, CODED: tl.constexpr):
     """Weighted values, [VALUE_PART, ROWS] each, without what operands have too much since the last move, shrunk."""
-    found = ()
+    kept_values = ()
     for i in tl.static_range(len(weighted)):
         kept = weighted[i]
         if CODED:
             kept -= (weight_since * (excess(i % CODED) * UNIT))[None, :]
-        found += (kept * shrink[None, :],)
-    return found
+        kept_values += (kept * shrink[None, :],)
+    return kept_values
 
 
 @triton.jit

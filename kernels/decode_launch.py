@@ -20,15 +20,15 @@ from rotor.errors import UsageError
 
 from .absorb import absorb_kernel
 from .decode import MOVES, decode_kernel, sixteenth
-from .defaults import decode_tile, slices_per_sm
+from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import capability_of, capturing, device_guard, device_table, padded, precision, sm_count
-from .parameters import AttentionParameters
+from .launch import device_guard, device_table, padded, precision, sm_count
+from .parameters import AttentionParameters, as_loaded
+from .passes import capturing
 from .ranges import KeyRanges
 from .rotary import Rotation, beginnings_of
-from .rows import as_loaded
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
@@ -217,9 +217,9 @@ class DecodeLayer:
         """Tell whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.scaled)
 
-    def tiles(self, tokens: int = 1, capability: int = 90) -> Tile:
+    def tiles(self, tokens: int = 1) -> Tile:
         """The tile by rule, for so many new tokens."""
-        return decode_tile(self.layout, tokens * self.group_rows, capability)
+        return decode_tile(self.layout, tokens * self.group_rows)
 
     def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
@@ -329,7 +329,7 @@ def decode_attention(
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
-    tiles = tiles or layer.tiles(tokens, capability_of(key.device))
+    tiles = tiles or layer.tiles(tokens)
     most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
     max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out

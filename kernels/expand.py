@@ -20,9 +20,8 @@ from rotor.checkpoint.layout import AttentionShape, GroupClass, LayerLayout
 from rotor.checkpoint.rows import SCALE_MIDDLE, SCALE_STEPS
 
 from .launch import launch, padded, precision
-from .parameters import AttentionParameters
+from .parameters import AttentionParameters, as_loaded
 from .rotary import Rotation, beginnings_of
-from .rows import as_loaded
 
 KEYS = 64
 """Keys that a program expands."""
@@ -40,18 +39,18 @@ ADDRESSES = ["key", "value", "basis", "constant", "cos", "sin", "block_table", "
 
 
 @triton.jit
-def plane_of(words, word, PLANE: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, kind: tl.constexpr):
-    """Extract signed nibbles of a plane, or lower crumbs, as an operand of attention; numbers stay as they are.
+def lane_of(words, word, LANE: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, kind: tl.constexpr):
+    """Extract signed nibbles of a lane, or lower crumbs, as an operand of attention; numbers stay as they are.
 
     word: which words these are. SCALED: the first one has the scale, whose nibble is read as 1.
     """
     if not CODED:
         return words.to(kind)
-    elif PLANE >= 4:
-        return (((words.to(tl.int32) >> (28 - 4 * PLANE)) & 3) - 8).to(kind)
+    elif LANE >= 4:
+        return (((words.to(tl.int32) >> (28 - 4 * LANE)) & 3) - 8).to(kind)
     else:
-        nibble = ((words.to(tl.int32) >> (4 * PLANE)) & 15) - 8
-        if PLANE == 0 and SCALED:
+        nibble = ((words.to(tl.int32) >> (4 * LANE)) & 15) - 8
+        if LANE == 0 and SCALED:
             nibble = tl.where((word == 0)[None, :], 1, nibble)
         return nibble.to(kind)
 
@@ -77,29 +76,31 @@ def copy_latents(
     """Copy a group's signed nibbles (or numbers) of some keys, times scales, and fill up to `width` with zeros."""
     kind: tl.constexpr = out.dtype.element_ty
     column = tl.arange(0, BLOCK)
-    planes: tl.constexpr = CODED if CODED else 1
+    lanes: tl.constexpr = CODED if CODED else 1
+    # A word is loaded once and gives all of its lanes, which lie side by side in what is written.
     for start in range(0, words, BLOCK):
         held = there[:, None] & (start + column < words)[None, :]
         tile = tl.load(rows + (place + first + start)[:, None] + column[None, :], mask=held, other=0)
-        for plane in tl.static_range(planes):
-            to = out + (target + plane * words + start)[:, None] + column[None, :]
-            latents = plane_of(tile, start + column, plane, CODED, SCALED, kind)
+        for lane in tl.static_range(lanes):
+            to = out + (target + lane * words + start)[:, None] + column[None, :]
+            latents = lane_of(tile, start + column, lane, CODED, SCALED, kind)
             if SCALED:
                 latents = (latents.to(tl.float32) * scales).to(kind)
             tl.store(to, latents, mask=held)
-    for start in range(planes * words, width, BLOCK):
+    # Zeros up to the width that stock attention wants of keys and values alike.
+    for start in range(lanes * words, width, BLOCK):
         held = there[:, None] & (start + column < width)[None, :]
         tl.store(out + (target + start)[:, None] + column[None, :], tl.zeros((KEYS, BLOCK), kind), mask=held)
 
 
 @triton.jit
 def rebuilt(
-    tile, basis, basis_stride, dim, plane_column, held, result, D: tl.constexpr, PADDED: tl.constexpr,
+    tile, basis, basis_stride, dim, latent_column, held, result, D: tl.constexpr, PADDED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add to `result` the product of latents [KEYS, BLOCK] with the rows dim ... dim + D - 1 of their basis columns."""
     out = tl.arange(0, PADDED)
-    start = basis + (dim + out[None, :]) * basis_stride + plane_column[:, None]
+    start = basis + (dim + out[None, :]) * basis_stride + latent_column[:, None]
     numbers = tl.load(start, mask=held[:, None] & (out < D)[None, :], other=0.0)
     return tl.dot(tile, numbers, result, input_precision=PRECISION)
 
@@ -141,6 +142,7 @@ def expand_kernel(
         row = (index % page).to(tl.int64)
         key_place, value_place = unit * key_batch + row * key_row, unit * value_batch + row * value_row
     kind: tl.constexpr = keys.dtype.element_ty
+    # Sequences of a batch differ in length; programs behind the end of a shorter one have nothing to do.
     if tl.program_id(0) * KEYS < kv_len:
         scales = scales_of(key, key_place, there, key_start + group * key_group, SCALED, MIDDLE, STEPS)
         if head == SIZE:
@@ -157,10 +159,10 @@ def expand_kernel(
             )  # fmt: skip
         else:
             # A key: latents times the rows of the basis, for both halves of the rotary planes and for the rest.
-            planes: tl.constexpr = CODED if CODED else 1
+            lanes: tl.constexpr = CODED if CODED else 1
             dim: tl.constexpr = 2 * HALF + REST
             word = tl.arange(0, BLOCK)
-            own = basis + head * dim * basis_stride + first_column + group * planes * key_words
+            own = basis + head * dim * basis_stride + first_column + group * lanes * key_words
             one = tl.zeros((KEYS, HALF_PADDED), tl.float32)
             two = tl.zeros((KEYS, HALF_PADDED), tl.float32)
             rest = tl.zeros((KEYS, REST_PADDED), tl.float32)
@@ -168,9 +170,9 @@ def expand_kernel(
                 within = start + word < key_words
                 place = (key_place + key_start + group * key_group + start)[:, None] + word[None, :]
                 tile = tl.load(key + place, mask=there[:, None] & within[None, :], other=0)
-                for plane in tl.static_range(planes):
-                    latents = plane_of(tile, start + word, plane, CODED, SCALED, kind)
-                    at = plane * key_words + start + word
+                for lane in tl.static_range(lanes):
+                    latents = lane_of(tile, start + word, lane, CODED, SCALED, kind)
+                    at = lane * key_words + start + word
                     if HALF > 0:
                         one = rebuilt(latents, own, basis_stride, 0, at, within, one, HALF, HALF_PADDED, PRECISION)
                         two = rebuilt(latents, own, basis_stride, HALF, at, within, two, HALF, HALF_PADDED, PRECISION)
@@ -275,9 +277,9 @@ def expand(
     if not (batch_size and kv_len):
         return keys, values
     rows = [as_loaded(side, layout) for side in (key, value)]
-    unit, planes = layout.word_bytes(dtype.itemsize), layout.operands
+    unit, lanes = layout.word_bytes(dtype.itemsize), layout.operands
     starts = [byte // unit for byte in (cls.key_byte, cls.key_stride, cls.value_byte, cls.value_stride)]
-    words = cls.key.width // planes, cls.value.width // planes
+    words = cls.key.width // lanes, cls.value.width // lanes
     basis, constant = parameters.query_basis, parameters.key_constant
     rotates = layout.in_blocks and not latents
     assert not rotates or rotation is not None
@@ -302,14 +304,14 @@ def constants_of(
     layout: LayerLayout, shape: AttentionShape, cls: GroupClass, dtype: torch.dtype, paged: bool, latents: bool
 ) -> dict[str, object]:
     """Constexpr arguments of the kernel for a class of groups."""
-    planes = layout.operands
+    lanes = layout.operands
     half = shape.rotary_planes if layout.in_blocks else 0
     rest = shape.head_dim - 2 * half
     return {
         "SIZE": 1 if latents else layout.group_size, "HALF": half, "HALF_PADDED": padded(half or 1), "REST": rest,
         "REST_PADDED": padded(rest or 1), "LATENTS": latents, "CONSTANT": layout.coded and not latents,
-        "CODED": layout.word_operands, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // planes)),
-        "VALUE_BLOCK": min(64, padded(cls.value.width // planes)),
+        "CODED": layout.word_operands, "PAGED": paged, "KEYS": KEYS, "BLOCK": min(64, padded(cls.key.width // lanes)),
+        "VALUE_BLOCK": min(64, padded(cls.value.width // lanes)),
         "SCALED": layout.scaled, "MIDDLE": SCALE_MIDDLE,
         "STEPS": SCALE_STEPS, "PRECISION": precision(dtype), "num_warps": 8, "num_stages": 1,
     }  # fmt: skip

@@ -41,13 +41,13 @@ def finish_kernel(
     """Finish SHARE query heads of a sequence. Grid: query heads over SHARE, sequences.
 
     Tensors:
-        query: [tokens, num_heads, head_dim], rotated. key, value, index: as in `slots.ExactSlots`.
+        query: [tokens, num_heads, head_dim], rotated. key, value, index: as in `exact_slots.ExactSlots`.
         partial, partial_lse, table: of `decode_kernel`; entry 7 of a group in `table` is the first column of its values
             in the basis, in units of BASIS_ALIGN.
         output_basis: [HEADS * head_dim, sum of value widths]. value_constant: [num_kv_heads, head_dim], float32.
         output: [tokens, num_heads * head_dim].
         begin, until: ranges of the rows of codes. first, end, mask, holes: of all keys, see `KeyRanges`.
-        codes_first: [batch_size], codes_until: [tokens], see `slots.ExactSlots`.
+        codes_first: [batch_size], codes_until: [tokens], see `exact_slots.ExactSlots`.
     Constants:
         APART: query rows (SHARE times TOKENS), rounded up to a power of two. ROWS: columns of the products, a multiple
             of that: the rows are repeated.
@@ -135,13 +135,13 @@ def finish_kernel(
     # Latents of values, COLUMNS at a time: the slices' joined results, times the basis. Operands lie one after another,
     # each with its first `width` columns.
     width = VALUE_COLUMNS if VALUE_FULL else tl.load(table + group * 8 + 2)
-    own = tl.arange(0, APART)
-    own_results = results + own // SHARE * GROUP_ROWS + own % SHARE
-    own_live = own < SHARE * TOKENS
+    query_row = tl.arange(0, APART)
+    row_results = results + query_row // SHARE * GROUP_ROWS + query_row % SHARE
+    row_live = query_row < SHARE * TOKENS
     if TOKENS > 1:
-        own_live &= tl.load(query_start + sequence) + own // SHARE < tl.load(query_start + sequence + 1)
-    whole = tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == own[None, :], whole[:, None], 0.0), 0)
-    total = tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == own[None, :], total[:, None], 0.0), 0)
+        row_live &= tl.load(query_start + sequence) + query_row // SHARE < tl.load(query_start + sequence + 1)
+    whole = tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == query_row[None, :], whole[:, None], 0.0), 0)
+    total = tl.sum(tl.where(tl.arange(0, ROWS)[:, None] == query_row[None, :], total[:, None], 0.0), 0)
     of_head = output_basis + (kv_head % HEADS * HEAD_DIM + dim).to(tl.int64)[:, None] * basis_stride * BASIS_ALIGN
     of_head += tl.load(table + group * 8 + 7) * BASIS_ALIGN
     for start in range(0, OPERANDS * width, COLUMNS):
@@ -151,8 +151,8 @@ def finish_kernel(
         latents = tl.zeros((APART, COLUMNS), tl.float32)
         for slice_0 in range(low, high + 1, SLICES):
             program = slice_0 + tl.arange(0, SLICES)
-            at_result = program[:, None] * (TOKENS * GROUP_ROWS) + own_results[None, :]
-            there = (program <= high)[:, None] & own_live[None, :]
+            at_result = program[:, None] * (TOKENS * GROUP_ROWS) + row_results[None, :]
+            there = (program <= high)[:, None] & row_live[None, :]
             log_sums = tl.load(partial_lse + at_result, mask=there, other=NEG_INF)
             weights = tl.exp2(log_sums - whole[None, :]) / total[None, :]
             at_latents = at_result[:, :, None] * (OPERANDS * VALUE_COLUMNS) + source[None, None, :]

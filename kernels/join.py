@@ -61,7 +61,7 @@ def join_kernel(
         largest = UNSEEN
         weight = 0.0
         joined = tl.zeros((PADDED,), tl.float32)
-        # Online softmax over the partial results, SLICES at a time.
+        # Online softmax over the partial results, SLICES at a time: their number is not known when this is compiled.
         for first in range(low, high + 1, SLICES):
             program = first + tl.arange(0, SLICES)
             there = program <= high

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rotor.errors import UsageError
 
+from .passes import capturing
+
 
 def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: object, **constants: Any) -> None:
     """Launch `kernel[grid](first, *rest, **constants)` on the device of its first argument.
@@ -25,11 +27,6 @@ def launch(kernel: Any, grid: tuple[int, ...], first: Tensor, *rest: object, **c
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Make a GPU the current one; does nothing on a CPU, where Triton's interpreter runs kernels."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def capturing(device: torch.device) -> bool:
-    """Tell whether what is launched goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def device_table(rows: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .launch import capturing
-
 Made = TypeVar("Made")
 
 
@@ -118,6 +116,11 @@ class Passes(threading.local):
         # Passes that have gone beyond this layer have ended, or are another thread of thought: they begin anew.
         self._known = [known for known in self._known if known.now.layer < layer] + [_Known(refs, key, now)]
         return now
+
+
+def capturing(device: torch.device) -> bool:
+    """Tell whether what is launched goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def version_of(tensor: Tensor) -> int | None:

@@ -61,11 +61,11 @@ def beginnings_of(table: Tensor, block: int | None) -> Tensor:
     return table[::block] if table.dim() == 2 else table
 
 
-def of_sequences(rotation: Rotation | None, own: slice) -> Rotation | None:
+def of_sequences(rotation: Rotation | None, sequences: slice) -> Rotation | None:
     """The rotation of some sequences of a batch, where they have their own."""
     if rotation is None or rotation[0].dim() == 2 or len(rotation[0]) == 1:
         return rotation
-    return rotation[0][own], rotation[1][own]
+    return rotation[0][sequences], rotation[1][sequences]
 
 
 def when_read(rotation: Rotation, form: KeyForm, positions: Tensor | None = None) -> Rotation:

@@ -64,16 +64,16 @@ def prompt_attention(
         mask = parameters.mask(attention_mask, parameters.heads(cls))
         parts = []
         for start in range(0, batch_size, step):
-            own = slice(start, min(start + step, batch_size))
+            sequences = slice(start, min(start + step, batch_size))
             if latents and not layout.coded:
-                side = ClassRows.of(parameters, cls, key[own], value[own], query.dtype)
+                side = ClassRows.of(parameters, cls, key[sequences], value[sequences], query.dtype)
                 keys, values = side.latents(slice(None)), side.values(slice(None))
             else:
-                rows = key[own, 0], value[own, 0]
-                of_own = of_sequences(rotation, own)
+                rows = key[sequences, 0], value[sequences, 0]
+                of_own = of_sequences(rotation, sequences)
                 keys, values = expand(*rows, parameters, cls, query.dtype, of_own, first=first, least=least)
-            own_mask = mask if mask is None or mask.shape[0] == 1 else mask[own]
-            parts.append(_of_class(query[own], keys, values, parameters, cls, own_mask))
+            own_mask = mask if mask is None or mask.shape[0] == 1 else mask[sequences]
+            parts.append(_of_class(query[sequences], keys, values, parameters, cls, own_mask))
         outputs.append(parts[0] if len(parts) == 1 else torch.cat(parts))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
@@ -102,12 +102,12 @@ def prompt_with_exact(
     held = (exact.index >= 0)[:, None, :, None]
     mask, outputs = exact.mask(mask, kv_len), []
     for start in range(0, batch_size, step):
-        own = slice(start, min(start + step, batch_size))
-        of_own = of_sequences(rotation, own)
-        sides = _expanded(key[own, 0], value[own, 0], parameters, query.dtype, of_own, first)
-        added = (side[own].masked_fill(~held[own], 0.0) for side in (exact.key, exact.value))
+        sequences = slice(start, min(start + step, batch_size))
+        of_own = of_sequences(rotation, sequences)
+        sides = _expanded(key[sequences, 0], value[sequences, 0], parameters, query.dtype, of_own, first)
+        added = (side[sequences].masked_fill(~held[sequences], 0.0) for side in (exact.key, exact.value))
         keys, values = (torch.cat(both, dim=2) for both in zip(sides, added, strict=True))
-        outputs.append(dense_attention(query[own], keys, values, scaling, mask[own], softcap))
+        outputs.append(dense_attention(query[sequences], keys, values, scaling, mask[sequences], softcap))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -130,11 +130,11 @@ def _expanded(
         of_keys, latents = expand(key, value, parameters, cls, dtype, rotation, first=first, pages=pages)
         keys.append(of_keys)
         values.append(torch.einsum(equation, latents, basis.to(dtype)).flatten(1, 2))
-    found = values[0] if len(values) == 1 else torch.cat(values, dim=1)
+    heads = values[0] if len(values) == 1 else torch.cat(values, dim=1)
     if parameters.value_constant is not None:
         constant = parameters.value_constant
-        found = (found + (constant[:, None] if pages is None else constant)).to(dtype)
-    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1), found
+        heads = (heads + (constant[:, None] if pages is None else constant)).to(dtype)
+    return keys[0] if len(keys) == 1 else torch.cat(keys, dim=1), heads
 
 
 def _of_class(
@@ -147,12 +147,14 @@ def _of_class(
         queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
     size, each = queries.shape[2:4]
 
-    def attend_at(place: int, own: Tensor, values: Tensor) -> Tensor:
+    def attend_at(place: int, at_place: Tensor, values: Tensor) -> Tensor:
         own_mask = mask  # a mask over heads has all of the class
         if mask is not None and mask.shape[1] > 1:
             own_mask = mask.unflatten(1, (-1, size, each))[:, :, place].flatten(1, 2)
-        found = dense_attention(own, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap)
-        return found.unflatten(2, (own.shape[1], -1))
+        attended = dense_attention(
+            at_place, keys[:, place::size], values, parameters.scaling, own_mask, parameters.softcap
+        )
+        return attended.unflatten(2, (at_place.shape[1], -1))
 
     return _by_place(queries, keys.shape[-1], values, cls, attend_at)
 
@@ -178,10 +180,10 @@ def _by_place(
     if values.shape[-1] > max(width, FUSED_WIDTH) and width <= FUSED_WIDTH:
         parts = functional.pad(values, (0, -values.shape[-1] % width)).split(width, dim=-1)
     outputs = []
-    for place, own in enumerate(queries.unbind(2)):
-        of_parts = [attend_at(place, own.flatten(1, 2), part) for part in parts]
-        found = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
-        outputs.append(found[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
+    for place, at_place in enumerate(queries.unbind(2)):
+        of_parts = [attend_at(place, at_place.flatten(1, 2), part) for part in parts]
+        attended = of_parts[0] if len(of_parts) == 1 else torch.cat(of_parts, dim=-1)
+        outputs.append(attended[..., : cls.value.width].unflatten(-2, (cls.count, -1)))
     return torch.stack(outputs, dim=-3).flatten(-4)
 
 
@@ -218,9 +220,9 @@ def packed_attention(
             queries = query[:, parameters.heads(cls)].unflatten(1, (cls.count, layout.group_size, -1))
 
         def attend_at(
-            place: int, own: Tensor, values: Tensor, keys: Tensor = keys, size: int = queries.shape[2]
+            place: int, at_place: Tensor, values: Tensor, keys: Tensor = keys, size: int = queries.shape[2]
         ) -> Tensor:
-            return (varlen or _one_by_one)(own, keys[:, place::size], values, *options)
+            return (varlen or _one_by_one)(at_place, keys[:, place::size], values, *options)
 
         outputs.append(_by_place(queries, keys.shape[-1], values, cls, attend_at))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
@@ -275,11 +277,11 @@ def packed_with_exact(
     stop = query_start_loc[1:].contiguous()
     token = torch.arange(len(query), device=query.device)
     sequence = torch.searchsorted(stop, token, right=True).clamp(max=len(stop) - 1)
-    own = pages.kv_start[sequence] + pages.kv_lens[sequence] - (stop[sequence] - token)
-    own = torch.where(token < stop[-1], own, pages.tokens)
+    index = pages.kv_start[sequence] + pages.kv_lens[sequence] - (stop[sequence] - token)
+    index = torch.where(token < stop[-1], index, pages.tokens)
     for side, slots, added in zip(sides, (exact.key, exact.value), new, strict=True):
         side[before.long()] = slots.transpose(1, 2).flatten(0, 1)
-        side[own.long()] = added
+        side[index.long()] = added
     around = query_start_loc, pages.kv_start, max_query_len, pages.longest
     options = parameters.scaling, window, parameters.softcap
     return (varlen or _one_by_one)(query, *sides, *around, *options).flatten(1)
@@ -291,8 +293,8 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
     output = torch.zeros(*query.shape[:2], value.shape[-1], dtype=query.dtype, device=query.device)
     starts, kv_starts = query_start.tolist(), kv_start.tolist()
     for sequence, (start, end) in enumerate(pairwise(starts)):
-        own = slice(kv_starts[sequence], kv_starts[sequence + 1])
-        kv_len = own.stop - own.start
+        span = slice(kv_starts[sequence], kv_starts[sequence + 1])
+        kv_len = span.stop - span.start
         if end == start or not kv_len:
             continue
         position = torch.arange(kv_len - (end - start), kv_len, device=query.device)[:, None]
@@ -300,7 +302,7 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor
         visible = index <= position
         if window is not None:
             visible &= index > position - window
-        q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[own], value[own]))
-        found = dense_attention(q, k, v, scaling, visible[None, None], softcap)
-        output[start:end] = found[0].unflatten(-1, (query.shape[1], -1))
+        q, k, v = (side.transpose(0, 1).unsqueeze(0) for side in (query[start:end], key[span], value[span]))
+        attended = dense_attention(q, k, v, scaling, visible[None, None], softcap)
+        output[start:end] = attended[0].unflatten(-1, (query.shape[1], -1))
     return output

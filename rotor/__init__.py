@@ -37,20 +37,20 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 if TYPE_CHECKING:
     from .calibration.calibrate import calibrate as calibrate
-    from .calibration.planning.inspection import Inspection as Inspection
-    from .calibration.planning.inspection import inspect as inspect
     from .calibration.run import Run as Run
     from .errors import RotorError as RotorError
     from .policies import use_cache_policy as use_cache_policy
     from .policies.fitting import fit_cache_policy as fit_cache_policy
     from .progress import Progress as Progress
-    from .runtime.policies_hook import CachePolicies
+    from .runtime.registration import CachePolicies
     from .runtime.saved_cache import load_cache as load_cache
     from .runtime.saved_cache import save_cache as save_cache
     from .runtime.saved_cache import saved_inputs as saved_inputs
     from .search.export.export import ExportResult as ExportResult
     from .search.export.export import export as export
     from .search.export.materialise import materialise as materialise
+    from .tools.inspection import Inspection as Inspection
+    from .tools.inspection import inspect as inspect
     from .tools.study.study import Study as Study
     from .tools.study.study import study as study
     from .tools.validation.integrity import Validation as Validation
@@ -58,7 +58,6 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "calibration.calibrate": "calibrate",
-    "calibration.planning.inspection": "Inspection inspect",
     "calibration.run": "Run",
     "errors": "RotorError",
     "policies": "use_cache_policy",
@@ -67,6 +66,7 @@ _MODULES = {
     "runtime.saved_cache": "load_cache save_cache saved_inputs",
     "search.export.export": "ExportResult export",
     "search.export.materialise": "materialise",
+    "tools.inspection": "Inspection inspect",
     "tools.study.study": "Study study",
     "tools.validation.integrity": "Validation",
     "tools.validation.validate": "validate",

@@ -52,17 +52,17 @@ def with_fields_of(
 
 def described_fields(request: Any) -> dict[str, str]:
     """Descriptions of the fields of a request, from the `Args:` of its class and of those that it extends."""
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for kind in reversed(request.__mro__):
         text = inspect.cleandoc(kind.__doc__ or "") if is_dataclass(kind) else ""
         name = ""
         for line in text.partition("\nArgs:\n")[2].splitlines():
             if line.startswith("    ") and not line.startswith("     "):
                 name, _, first = line.strip().partition(": ")
-                found[name] = first
+                descriptions[name] = first
             elif name:
-                found[name] += f" {line.strip()}"
-    return found
+                descriptions[name] += f" {line.strip()}"
+    return descriptions
 
 
 def without_none(hint: Any) -> Any:

@@ -15,12 +15,11 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, reseal
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.planning.inspection import inspect
+from rotor import Progress, calibrate, export, inspect
 from rotor.checked import Reader, plain
 from rotor.cli.checkpoints import how_to_keep_more
 from rotor.errors import CheckpointError, DataError, UsageError
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.overlap import overlapping
 from rotor.models.source import Checkpoint
 from rotor.models.splits import (
@@ -34,14 +33,12 @@ from rotor.models.splits import (
     held_out_documents,
     read_kinds,
 )
-from rotor.progress import Progress
 from rotor.recipe.reading import load_recipe
 from rotor.recipe.requests import ExportRequest
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext
-from rotor.search.export.export import export
 from rotor.search.export.job import ExportJob
 from rotor.search.point import Point
 from rotor.search.table import Context, ProbeTable

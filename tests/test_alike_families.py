@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 import rotor
-from rotor.calibration.planning.inspection import inspect
+from rotor import inspect
 from rotor.checkpoint.layout import POST_ROPE, KeyForm
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.runtime.decoded import decoding

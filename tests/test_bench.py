@@ -14,11 +14,11 @@ from support.kernel_cases import shape_of
 from support.random_layers import NARROW, NARROW_BOTH, WIDE, WIDE_BOTH, layout_of
 from typer.testing import CliRunner
 
+from rotor import export
 from rotor.checkpoint.layout import ExactTokens, KeyForm
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
-from rotor.kernels.defaults import default_layer
-from rotor.search.export.export import export
+from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench import attention, tuning
 from rotor.tools.bench.attention import pytorch_path
 from rotor.tools.bench.baselines import BASELINES, random_baseline, widened

@@ -44,14 +44,14 @@ WIDE = AttentionShape(num_layers=2, num_heads=16, num_kv_heads=4, head_dim=32, h
 
 
 def test_groups_rows_begin_where_sectors_do() -> None:
-    """Of several groups, 16 or 32 bytes; one plane more costs nothing where there is room."""
+    """Of several groups, 16 or 32 bytes; one unit more costs nothing where there is room."""
     layers = [layer_codes(4, 32, 1.0, seed) for seed in range(2)]
     for plan in BitsPath(layers, WIDE, (0, 4, 8), 2).plans():
         for channels in (own for layer in plan.channels or [] for pair in layer for own in pair):
             assert channels.width in {32, *range(64, 257, 64)}
 
 
-def test_lighter_plans_have_a_plane_less_in_one_layer() -> None:
+def test_lighter_plans_have_a_unit_less_in_one_layer() -> None:
     layers = [layer_codes(1, 128, 1.0, seed) for seed in range(2)]
     path = BitsPath(layers, WIDE, (0, 4, 8), 2)
     plan = path.at_compression(0.9)

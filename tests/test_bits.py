@@ -16,8 +16,8 @@ from support.runs import SHORT_TEXT
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run, layer_path
+from rotor import Run, calibrate, export, validate
+from rotor.calibration.run import layer_path
 from rotor.checkpoint.bases import BasisPair, LayerBases
 from rotor.checkpoint.folding import model_layouts
 from rotor.checkpoint.layout import POST_ROPE
@@ -26,13 +26,12 @@ from rotor.errors import CheckpointError, RecipeError, UsageError
 from rotor.kernels.rotary import rotate, when_read
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.recipe.reading import load_recipe
-from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable
-from rotor.tools.validation.validate import cache_bytes_per_token, validate
+from rotor.tools.validation.validate import cache_bytes_per_token
 
 BITS = "codes.bits=[0,4,8]"
 SMALL = ["tokens.count=1024", "tokens.seq_len=64", "codes.tokens=512", "evaluation.metric=ppl_ratio", *SHORT_TEXT]

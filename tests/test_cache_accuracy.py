@@ -7,8 +7,8 @@ import torch
 from support.runs import calibrated, in_memory
 from transformers.cache_utils import DynamicCache
 
+from rotor import export
 from rotor.policies import GEAR, H2O, Window, cache_policy, stored_bytes
-from rotor.search.export.export import export
 from rotor.tools.study.caches import cache_bytes, of_row
 
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 import rotor
+from rotor import export
 from rotor.errors import CheckpointError, RecipeError, UnsupportedModelError, UsageError
 from rotor.policies import (
     FP8,
@@ -37,7 +38,6 @@ from rotor.policies import (
     use_cache_policy,
 )
 from rotor.policies.registry import find_method, method_names
-from rotor.search.export.export import export
 
 
 @pytest.mark.parametrize("name", ["gear-2", "tiers-50"])

@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from support.runs import calibrated
 from transformers import AutoModelForCausalLM
 
+from rotor import export, validate
 from rotor.checkpoint.families import find_family
 from rotor.errors import UnsupportedModelError
 from rotor.models.source import Checkpoint
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 SCHEME = {
     "quant_method": "compressed-tensors",

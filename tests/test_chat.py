@@ -14,11 +14,10 @@ import torch
 from support.command_line import expect_error, rotor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rotor import Progress, export
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.chats import between_turns
-from rotor.progress import Progress
 from rotor.recipe.requests import GenerationOptions
-from rotor.search.export.export import export
 from rotor.tools.chat import Chat, Frame
 
 TEMPLATE = (

@@ -16,7 +16,7 @@ from support.command_line import expect_error, rotor
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SMALL_OPTIONS, contents, reseal
 
-from rotor.calibration.run import Run
+from rotor import Run
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.point import Point
 from rotor.search.table import RankTable

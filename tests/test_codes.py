@@ -18,10 +18,10 @@ from rotor.calibration.bases.method import Inputs
 from rotor.calibration.capture import EXACT_SHARE
 from rotor.calibration.codes.layer import layer_codes
 from rotor.calibration.codes.quantiser import ChannelFit, measure_channels
+from rotor.calibration.gradient_sums import GradientClip, SampleKeeper
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.information import LayerFisher
 from rotor.calibration.moments import LayerStatistics, stored_name
-from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.bases import BasisPair, ChannelCode, FoldedBasis, LayerBases
 from rotor.checkpoint.families import find_family
 from rotor.checkpoint.folding import fold_code
@@ -177,11 +177,11 @@ def all_losses(losses: np.ndarray, widths: tuple[int, ...]) -> dict[int, float]:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("scaled", [False, True])
 def test_curve_is_the_best_of_all_assignments(seed: int, widths: tuple[int, ...], scaled: bool):
-    """Of planes of 3 nibbles, so that few channels fill some; one of the first may hold a scale."""
+    """Of units of 3 nibbles, so that few channels fill some; one of the first may hold a scale."""
     energy = normal(6, seed=seed).square()
     left = torch.tensor([{0: 1.0, 2: 0.12, 4: 0.012, 6: 1e-3, 8: 1e-4, 12: 1e-6, 16: 1e-8}[bits] for bits in widths])
     losses = energy * left[:, None].double()
-    curve = bit_curve(losses, widths, scaled, plane=3)
+    curve = bit_curve(losses, widths, scaled, unit=3)
     expected = all_losses(losses.numpy(), widths)
     assert curve.loss[0] == np.inf
     assert len(curve.loss) == -(-(6 * max(widths) // 2 + 2 * scaled) // 6) + 1

@@ -17,8 +17,9 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.runs import SMALL_OPTIONS as SETTINGS
 
+from rotor import Progress
 from rotor.cli import console
-from rotor.progress import Progress, Stages
+from rotor.progress import Stages
 
 README = (ROOT / "README.md").read_text()
 

@@ -14,22 +14,18 @@ from support.compare import relative_error
 from test_bit_plans import layer_codes, predicted_loss
 from transformers import AutoModelForCausalLM
 
+from rotor import Run, calibrate, export, inspect, validate
 from rotor.calibration.allocation.bits import BitsPath
 from rotor.calibration.allocation.plan import RankInputs, Spectra
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import WaterFillingPath
-from rotor.calibration.calibrate import calibrate
 from rotor.calibration.codes.layer import channels_bytes
-from rotor.calibration.planning.inspection import inspect
-from rotor.calibration.run import Run
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import AttentionShape, KeyForm
 from rotor.checkpoint.sizes import compression
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.source import Checkpoint
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
-from rotor.tools.validation.validate import validate
 
 SHAPE = AttentionShape(2, 8, 2, 16, 64, rotary_dim=16, windows=(16, None))
 

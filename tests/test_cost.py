@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from rotor.calibration.form import best_group_size, group_sizes
 from rotor.calibration.prediction.cost import (
     DecodeStep,
     decode_seconds,
@@ -13,15 +14,9 @@ from rotor.calibration.prediction.cost import (
     uncompressed_decode_seconds,
     uncompressed_layer_time,
 )
-from rotor.calibration.prediction.decode_times import (
-    best_group_size,
-    decode_times,
-    group_sizes,
-    too_wide,
-    uniform_layout,
-)
+from rotor.calibration.prediction.decode_times import decode_times, too_wide, uniform_layout
 from rotor.calibration.prediction.devices import bundled_devices, find_device
-from rotor.calibration.prediction.instructions import ABSORBING, DECODING, MORE_ROWS, SPLIT_PLANE, group_instructions
+from rotor.calibration.prediction.instructions import ABSORBING, DECODING, MORE_ROWS, SPLIT_LANE, group_instructions
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, GroupLayout, KeyForm, LayerForm, LayerLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow
 from rotor.errors import RecipeError
@@ -95,7 +90,7 @@ def test_instructions_by_width_and_query_rows() -> None:
     apart = LayerLayout((GroupLayout((0,), CodedRow(n4=64), CodedRow(n4=128)),))
     assert of(apart) == pytest.approx((DECODING[64] + DECODING[128]) / 2)
     split = LayerLayout((GroupLayout((0,), CodedRow(n4=64, split=1), CodedRow(n4=64)),))
-    assert of(split) == pytest.approx(DECODING[64] * (1 + SPLIT_PLANE))
+    assert of(split) == pytest.approx(DECODING[64] * (1 + SPLIT_LANE))
     assert of(LayerLayout((GroupLayout((0,), NumberRow(64), NumberRow(64)),))) == DECODING[64]
 
 

@@ -14,10 +14,9 @@ from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.checkpoint.layout import LayerLayout
 from rotor.runtime.decoded import decoding
-from rotor.search.export.export import export
 
 ZEROED = {
     "o_proj": ("o_proj", slice(None), slice(None)),

@@ -13,12 +13,11 @@ from support.quick import mostly_nightly
 from support.runs import calibrated
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from rotor import export, validate
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm
 from rotor.models.layerwise import LayerwiseModel
 from rotor.runtime.decoded import decoding, decoding_without_cache
-from rotor.search.export.export import export
 from rotor.search.table import RankTable
-from rotor.tools.validation.validate import validate
 
 EXACT = ExactTokens(3, 8)
 PRE, SLOW, SOME = KeyForm(64), KeyForm(8), KeyForm(8)

@@ -21,15 +21,13 @@ from support.paths import DEMO_MODEL, ROOT
 from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, contents
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export, validate
 from rotor.checkpoint.section import MARK
 from rotor.cli.checkpoints import _print_run
 from rotor.errors import CheckpointError
 from rotor.search.evaluation.fidelity import FidelityMeter
-from rotor.search.export.export import export
 from rotor.search.table import RankTable
 from rotor.tools.validation import validate as validation
-from rotor.tools.validation.validate import validate
 
 
 @pytest.mark.parametrize("recipe", mostly_nightly(["fdc", "rotor"], lambda recipe: recipe == "fdc"))

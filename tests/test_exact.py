@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, QuantizedLayer, StaticCache
 
+from rotor import export, validate
 from rotor.checkpoint import layout as checkpoint_layout
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.sizes import CacheSize, exact_bytes_of_sequence, kv_bytes_per_token
@@ -27,8 +28,6 @@ from rotor.errors import UsageError
 from rotor.policies import Streaming, stored_bytes, use_cache_policy
 from rotor.runtime.attention import RotorAttention
 from rotor.search.evaluation.cached import constant_rope_tokens
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 PRE, SOME = PRE_ROPE, KeyForm(8)
 EXACT = ExactTokens(first=2, newest=6)

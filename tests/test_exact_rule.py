@@ -6,7 +6,7 @@ import torch
 
 from rotor.checkpoint.layout import ExactTokens
 from rotor.kernels.passes import TokenSpan
-from rotor.runtime.exact import FAR, _rows_seen, first_real
+from rotor.runtime.exact_rows import FAR, _rows_seen, first_real
 
 EXACT = ExactTokens(first=2, newest=3)
 

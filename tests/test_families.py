@@ -20,6 +20,7 @@ from support.tiny_models import ALIKE, CONFIGS, NO_ROPE, tiny_config
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
+from rotor import export, validate
 from rotor.calibration.capture import capture
 from rotor.calibration.moments import stored_name
 from rotor.checkpoint.families import FAMILIES, MULTIMODAL, attention_shape, find_family
@@ -30,8 +31,6 @@ from rotor.kernels.reference.attention import dense_attention
 from rotor.kernels.rotary import rotate
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 PROMPT = torch.randint(1, 4096, (2, 20), generator=torch.Generator().manual_seed(5))
 

@@ -17,10 +17,9 @@ from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, KeyForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
-from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.parameters import AttentionParameters, pack_layer
 from rotor.kernels.reference.attention import attention, project_keys
 from rotor.kernels.rotary import rotate, when_read, within_blocks
-from rotor.kernels.rows import pack_layer
 
 SHAPE = AttentionShape(1, num_heads=6, num_kv_heads=2, head_dim=16, hidden_size=40, rotary_dim=12)
 """Partial rotary: 6 planes, and 4 dimensions that RoPE does not rotate."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.options import DeviceOptions
 
 

@@ -24,20 +24,17 @@ from safetensors.torch import save_file
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, calibrated, reseal
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Progress, RotorError, Run, Validation, calibrate, export
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.projections import read_attention
-from rotor.errors import CheckpointError, NumericsError, RecipeError, RotorError
+from rotor.errors import CheckpointError, NumericsError, RecipeError
 from rotor.models.loading import check_fit
 from rotor.models.source import Checkpoint
-from rotor.progress import Progress
 from rotor.recipe.reading import load_recipe, parse_recipe
 from rotor.runtime.integration import RotorConfig
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
 from rotor.search.table import RankTable
-from rotor.tools.validation.integrity import Validation, check_integrity
+from rotor.tools.validation.integrity import check_integrity
 
 pytestmark = pytest.mark.usefixtures("bounded_memory")
 

@@ -10,8 +10,7 @@ import pytest
 from support.paths import DEMO_MODEL
 from support.runs import reseal
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
 from rotor.models.hub import find_model
 from rotor.models.source import Checkpoint

@@ -13,14 +13,11 @@ from support.paths import DEMO_MODEL
 from torch import Tensor
 from typer.testing import CliRunner
 
-from rotor.calibration.bases.layer import bases_bytes
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, inspect
 from rotor.calibration.codes.side import codes_bytes
+from rotor.calibration.form import wanted_gradients
 from rotor.calibration.information import stored_bytes
 from rotor.calibration.partial import PartialRun
-from rotor.calibration.planning.form import wanted_gradients
-from rotor.calibration.planning.inspection import inspect
-from rotor.calibration.planning.outline import ModelOutline
 from rotor.calibration.prediction.cost import (
     DecodeStep,
     layer_time,
@@ -29,13 +26,16 @@ from rotor.calibration.prediction.cost import (
 from rotor.calibration.prediction.decode_times import decode_times, uniform_layout
 from rotor.calibration.prediction.devices import find_device
 from rotor.calibration.run import layer_path
+from rotor.checkpoint.bases import bases_bytes
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
 from rotor.cli.commands import app
 from rotor.errors import CheckpointError
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.progress import in_time
 from rotor.recipe.reading import load_recipe, quick_overrides
 from rotor.recipe.requests import ExportRequest
+from rotor.search.evaluation.estimate import evaluation_flops
 from rotor.search.export.job import ExportJob
 
 
@@ -69,14 +69,14 @@ def test_times_are_those_of_the_given_settings() -> None:
     outline = ModelOutline.of(Checkpoint(DEMO_MODEL))
     spec = recipe.evaluation
     layers, head = 2 * sum(outline.layers), 2 * max(outline.vocabulary)
-    flops = outline.evaluation_flops(recipe)
+    flops = evaluation_flops(outline, recipe)
     assert flops["search"] == (1 + 4) * (layers + head) * spec.search_tokens
     prompts = spec.seq_len * (spec.lookup_prompts + spec.copy_prompts)
     assert 2 * (layers + 1.5 * head) * spec.report_tokens <= flops["report"]
     assert flops["report"] <= 2 * (layers + 1.5 * head) * 2 * spec.report_tokens + 2 * layers * prompts
     found = inspect(DEMO_MODEL, quick=True)
     assert found.validate.product_seconds == {"report": found.export.product_seconds["report"]}
-    few, many = (outline.evaluation_flops(load_recipe("rotor", given)) for given in (quick_overrides(recipe), ()))
+    few, many = (evaluation_flops(outline, load_recipe("rotor", given)) for given in (quick_overrides(recipe), ()))
     assert few["search"] < many["search"] / 4
     assert few["report"] < many["report"] / 2
     shown = CliRunner().invoke(app, ["inspect", str(DEMO_MODEL), "--quick"]).output
@@ -177,7 +177,7 @@ def test_the_estimated_bytes_of_a_run_are_those_of_its_files(tiny, tmp_path: Pat
     assert written["codes"] == codes_bytes(form, shape)
     stored = sum(stored_bytes(shape, form.group_size, name, 1024) for name in wanted_gradients(form))
     assert kept["gradients-0000.safetensors"] == pytest.approx(stored, rel=0.05)
-    assert written["bases"] == pytest.approx(bases_bytes(shape, form), rel=0.05)
+    assert written["bases"] == pytest.approx(bases_bytes(form, shape), rel=0.05)
 
 
 def test_layers_with_a_sliding_window_keep_no_more_than_it(tiny) -> None:

@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from support.paths import ROOT
 
-from rotor.installing import PACKAGE, pip_install
+from rotor.versions import PACKAGE, pip_install
 
 
 def test_the_command_has_one_place() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rotor.checkpoint.atomic import write_json
+from rotor.checkpoint.files import write_json
 from rotor.cli.console import print_json
 from rotor.tools.study.store import StudyStore
 

@@ -11,8 +11,7 @@ from support.compare import relative_error
 from support.tiny_models import build_tiny
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
-from rotor.search.export.export import export
+from rotor import calibrate, export
 
 HEAD_DIM, HEADS_PER_KV = 16, 2
 QK_RANKS = [[2, 6, 10, 16], [14, 4, 8, 12]]

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
 import rotor
+from rotor import export
 from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
 from rotor.policies.fitting import layer_samples
 from rotor.policies.methods.kvquant import weighted_means
-from rotor.search.export.export import export
 
 
 def sample(seed: int = 0) -> LayerSample:

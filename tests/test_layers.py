@@ -12,7 +12,7 @@ import sys
 import pytest
 from support.paths import ROOT
 
-BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.checkpoint", "rotor.checked", "rotor.installing")
+BELOW_KERNELS = ("rotor.errors", "rotor.logs", "rotor.checkpoint", "rotor.checked", "rotor.versions")
 
 
 @pytest.mark.nightly
@@ -54,7 +54,7 @@ def test_a_process_loads_what_it_needs() -> None:
     loading, calibrating = imported(
         "rotor, rotor.runtime.integration, rotor.checkpoint.schemas", "rotor.calibration.calibrate"
     )
-    below = {"errors", "checked", "logs", "numerics", "progress", "installing", "versions"}
+    below = {"errors", "checked", "logs", "numerics", "progress", "versions"}
     assert loading <= below | {"runtime", "checkpoint", "kernels"}
     assert "calibration" in calibrating
     assert not calibrating & {"policies", "vllm", "search", "tools"}

@@ -14,19 +14,18 @@ from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from support.tiny_models import CONFIGS, build_tiny
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.calibration.moments import pack_symmetric, unpack_symmetric
-from rotor.calibration.planning.outline import ModelOutline
 from rotor.checked import plain
 from rotor.errors import CheckpointError, UsageError
 from rotor.models import hardware, layerwise, memory
 from rotor.models.layerwise import LayerwiseModel, new_states
 from rotor.models.loading import load_model
 from rotor.models.memory import Estimate, Estimates, available_host_bytes, stream_weights
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.weights import StreamedWeights
 from rotor.search.evaluation.scoring import score
-from rotor.search.export.export import export
 from rotor.search.table import RankTable
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.paths import DEMO_MODEL
 
+from rotor import study
 from rotor.errors import DataError
 from rotor.models.source import Checkpoint
 from rotor.recipe.sections import Evaluation
@@ -16,7 +17,6 @@ from rotor.search.evaluation.prompts import EvaluationContext
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.long_prompts import TASKS, long_prompt
 from rotor.tools.study.parts import long
-from rotor.tools.study.study import study
 
 TOKENS = 1024
 SETTINGS = ["tokens.source=random", "tokens.count=1024", "tokens.seq_len=128", "codes.tokens=512", "groups.size=2"]

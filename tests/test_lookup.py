@@ -10,11 +10,11 @@ import pytest
 import torch
 from support.metric_values import context
 
+from rotor import Progress
 from rotor.errors import DataError
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
-from rotor.progress import Progress
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter

@@ -13,14 +13,12 @@ import pytest
 from support.command_line import rotor
 from support.runs import calibrated, reseal
 
-from rotor.calibration.run import Run
+from rotor import Progress, Run, Validation, export
 from rotor.checkpoint.manifest import Manifest
 from rotor.errors import CheckpointError
 from rotor.models.source import Checkpoint
-from rotor.progress import Progress
-from rotor.search.export.export import export
 from rotor.search.export.model_card import markdown
-from rotor.tools.validation.integrity import Validation, check_integrity
+from rotor.tools.validation.integrity import check_integrity
 
 
 @pytest.fixture(scope="module")

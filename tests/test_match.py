@@ -10,12 +10,12 @@ import pytest
 import torch
 from support.paths import ROOT
 
+from rotor import study
 from rotor.checkpoint.layout import AttentionShape
 from rotor.errors import UsageError
 from rotor.policies import FP8, KIVI, PerToken
 from rotor.tools.study.caches import mean_sequence_bytes, sequence_bytes
 from rotor.tools.study.parts.match import MatchRecord, bytes_of_answers, bytes_of_kl, header, match_rows
-from rotor.tools.study.study import study
 
 SHAPE = AttentionShape(3, 4, 2, 16, 64, rotary_dim=16, windows=(24, None, 24))
 

@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
 
+from rotor import Progress
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens
 from rotor.errors import UsageError
 from rotor.models.layerwise import LayerwiseModel
-from rotor.progress import Progress
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.cached import constant_rope_tokens
 from rotor.search.evaluation.fidelity import FidelityMeter

@@ -10,18 +10,14 @@ import torch
 from safetensors.torch import save_file
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, calibrated
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.planning.inspection import inspect
-from rotor.calibration.run import Run
-from rotor.errors import AccuracyError, DataError, RotorError, UnsupportedModelError, UsageError
+from rotor import RotorError, Run, calibrate, export, inspect, validate
+from rotor.errors import AccuracyError, DataError, UnsupportedModelError, UsageError
 from rotor.models.readiness import check_text, describe_evaluation
 from rotor.models.source import Checkpoint
 from rotor.options import DeviceOptions
 from rotor.policies import use_cache_policy
 from rotor.recipe.reading import load_recipe, text_overrides
 from rotor.recipe.sections import Evaluation
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 
 @pytest.fixture(scope="module")

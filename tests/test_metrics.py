@@ -13,9 +13,9 @@ from support.metric_values import BASE, OTHER, context, scores
 from support.quick import mostly_nightly
 from support.runs import in_memory
 
+from rotor import Progress, export, validate
 from rotor.errors import RecipeError
 from rotor.models.splits import SPLITS
-from rotor.progress import Progress
 from rotor.recipe.metric_registry import METRICS, metric_info
 from rotor.recipe.reading import load_recipe
 from rotor.recipe.sections import Evaluation
@@ -23,10 +23,8 @@ from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.measurement import Measurement, measure_text, smallest
 from rotor.search.evaluation.scoring import batch_logits, position_kl_div, position_nll
-from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.table import RankTable
-from rotor.tools.validation.validate import validate
 
 
 def test_scores_by_hand() -> None:

@@ -12,10 +12,9 @@ from support.runs import calibrated, in_memory
 from support.tiny_models import CONFIGS, NO_ROPE
 from transformers import AutoModelForCausalLM, StaticCache
 
+from rotor import export, validate
 from rotor.errors import UsageError
-from rotor.search.export.export import export
 from rotor.search.plan_evaluator import rank_path
-from rotor.tools.validation.validate import validate
 
 EVERY_CASE = [
     (family, domain, size)

@@ -16,7 +16,7 @@ from support.tiny_models import MULTIMODAL, build_tiny, tiny_config
 from transformers import AutoModelForImageTextToText
 
 import rotor
-from rotor.calibration.planning.inspection import inspect
+from rotor import inspect
 from rotor.checkpoint.families import MULTIMODAL as SUPPORTED
 from rotor.errors import UnsupportedModelError
 from rotor.policies import PolicyLayer, Streaming, cache_policy, use_cache_policy

@@ -13,23 +13,22 @@ from safetensors.torch import load_file, save_file
 from support.runs import calibrated, reseal
 from support.tiny_models import build_tiny
 
+from rotor import Run, calibrate, export
 from rotor.calibration.bases import kq
-from rotor.calibration.calibrate import calibrate
 from rotor.calibration.moments import LayerStatistics
-from rotor.calibration.run import Run, read_weight_fisher, write_weight_fisher
-from rotor.checkpoint.hashes import file_sha256
+from rotor.calibration.run import read_weight_fisher, write_weight_fisher
+from rotor.checkpoint.files import file_sha256
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, LayerForm
 from rotor.checkpoint.projections import AttentionWeights
 from rotor.errors import NumericsError
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
 from rotor.models.source import Checkpoint
 from rotor.models.tokens import synthetic_tokens
 from rotor.models.weights import Weights
 from rotor.search.evaluation.scoring import batch_logits
-from rotor.search.export.export import export
 
 CPU = torch.device("cpu")
 

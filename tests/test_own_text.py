@@ -12,7 +12,7 @@ from support.command_line import expect_error, rotor
 from support.paths import ROOT
 from support.tiny_models import build_tiny
 
-from rotor.calibration.run import Run
+from rotor import Run
 from rotor.errors import DataError
 from rotor.models.documents import read_documents
 from rotor.models.readiness import check_text, describe_evaluation

@@ -17,7 +17,7 @@ from rotor.checkpoint.kernel_config import KernelConfig
 from rotor.checkpoint.layout import POST_ROPE, GroupLayout, KeyForm, LayerLayout, ordered_by_class
 from rotor.checkpoint.rows import CodedRow, NumberRow
 from rotor.errors import CheckpointError
-from rotor.kernels.defaults import default_config
+from rotor.kernels.dispatch import default_config
 
 
 def test_groups_are_ordered_by_class_widest_first() -> None:

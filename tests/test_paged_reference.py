@@ -7,10 +7,9 @@ import torch
 from support.random_layers import LAYERS, random_tensors, rotation_table, row_scale_of
 from torch import Tensor
 
-from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.parameters import AttentionParameters, pack_layer
 from rotor.kernels.reference.attention import attention
 from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import pack_layer
 from rotor.vllm.pages import PagedLayer
 from rotor.vllm.shards import shard_of
 

@@ -23,10 +23,11 @@ from support.tiny_models import tiny_config
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache, StaticCache
 
+from rotor import RotorError
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, KeyForm, LayerLayout
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.sizes import kv_bytes_per_token
-from rotor.errors import RotorError, UsageError
+from rotor.errors import UsageError
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.parallel import sequence_parallel
 from rotor.parallel.heads import group_parts, travel

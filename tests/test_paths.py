@@ -9,11 +9,9 @@ import pytest
 from support.command_line import expect_error
 from support.runs import calibrated, contents
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate, export
 from rotor.checkpoint.output_folder import mark_unfinished
 from rotor.errors import CheckpointError, UsageError
-from rotor.search.export.export import export
 
 SETTINGS = ["tokens.source=random", "tokens.count=512", "tokens.seq_len=64", "groups.size=1", "ranks.multiple_of=4"]
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.runs import calibrated
 
+from rotor import export, validate
 from rotor.checkpoint.sizes import share_removed
 from rotor.models.loading import load_model
 from rotor.policies import stored_bytes
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
-from rotor.tools.validation.validate import validate
 
 CONTEXT = 96
 

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+from rotor import export
 from rotor.cli.commands import app
 from rotor.errors import UsageError
-from rotor.search.export.export import export
 from rotor.tools.bench import precompile as module
 from rotor.tools.bench.precompile import compile_layers, parse_archs
 

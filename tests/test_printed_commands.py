@@ -12,10 +12,9 @@ from support.printed import check, commands_in, printed_texts
 from support.runs import calibrated
 from support.tiny_models import build_tiny
 
-from rotor.calibration.run import Run
+from rotor import Run, export
 from rotor.cli.app import app
 from rotor.recipe.reading import load_recipe
-from rotor.search.export.export import export
 
 METRIC = ["evaluation.metric=kl_div"]
 """One that a random model has an accuracy in."""

@@ -17,8 +17,7 @@ from support.paths import DEMO_MODEL, ROOT
 from support.runs import SMALL_OPTIONS as SETTINGS
 from support.runs import calibrated
 
-from rotor.calibration.run import Run
-from rotor.search.export.export import export
+from rotor import Run, export
 from rotor.search.table import RankTable
 
 pytestmark = pytest.mark.nightly

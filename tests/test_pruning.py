@@ -12,7 +12,7 @@ from support.compare import relative_error
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate
 from rotor.calibration.moments import LayerStatistics
 from rotor.calibration.pruning import ClusteredStatistics, StreamingKMeans, prune_sequences
 from rotor.checkpoint.layout import AttentionShape

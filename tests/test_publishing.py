@@ -11,14 +11,12 @@ from support.resumed import SETTINGS, drive, tensors
 from support.resumed import model as model
 from support.resumed import whole as whole
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
-from rotor.checkpoint.atomic import replacing, write_json
-from rotor.checkpoint.json_differences import differences
+from rotor import Run, calibrate
+from rotor.checkpoint.files import differences, replacing, write_json
 from rotor.checkpoint.manifest import Manifest
 from rotor.checkpoint.output_folder import remove
 from rotor.errors import CheckpointError, UsageError
-from rotor.models.sidecars import sidecars
+from rotor.models.source import sidecars
 
 pytestmark = pytest.mark.nightly
 

@@ -11,7 +11,7 @@ from rotor.calibration.allocation.plan import RankInputs, Spectra, round_rank
 from rotor.calibration.allocation.removal_rate import RemovalRatePath, ranks_from_shares, tail_shares
 from rotor.calibration.allocation.uniform import UniformPath
 from rotor.calibration.allocation.water_filling import LARGEST_GAP, WaterFillingPath, _wide_gap, interpolated
-from rotor.calibration.prediction.decode_times import group_sizes
+from rotor.calibration.form import group_sizes
 from rotor.checkpoint.layout import AttentionShape, HeadSizes
 from rotor.checkpoint.sizes import compression, uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from rotor.errors import CheckpointError
@@ -90,7 +90,7 @@ def test_compression_is_found_at_the_lowest_rate_that_reaches_it_and_counts_what
         assert all(p.stored < target for p in below)
     assert ranks.at_compression(0.76) is None  # 16 of 64 columns always stay
     plan = path().plan(0.05)
-    kept = sum(qk + v for layer in plan.exact for qk, v in layer)
+    kept = sum(qk + v for layer in plan.unrounded for qk, v in layer)
     assert plan.planned == pytest.approx(1 - kept / (2 * 2 * 2 * 64))
     assert plan.stored == compression(plan.ranks, SHAPE)
     assert plan.stored <= plan.planned
@@ -136,7 +136,7 @@ def test_water_filling_gives_the_least_loss_at_its_cost() -> None:
         used = sum(qk + v for layer in plan.ranks for qk, v in layer)
         least = min(loss for total, loss in best.items() if total <= used)
         assert predicted_loss(plan.ranks) == pytest.approx(least, abs=1e-9)
-        assert plan.exact == plan.ranks
+        assert plan.unrounded == plan.ranks
 
 
 def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() -> None:
@@ -149,8 +149,8 @@ def test_uniform_ranks_are_alike_and_fishers_in_proportion_to_the_information() 
     ]
     steps = FisherPath(RankInputs(spectra(), SHAPE, 1, gradients=lambda: information)).plans()
     assert steps[0].ranks == [[(64, 64)] * 2] * 2
-    quarter = next(plan for plan in steps if plan.exact[0][0][0] == 32)
-    assert quarter.exact == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
+    quarter = next(plan for plan in steps if plan.unrounded[0][0][0] == 32)
+    assert quarter.unrounded == [[(32, 8), (16, 8)], [(16, 32), (8, 32)]]
     assert [plan.stored for plan in steps] == sorted({plan.stored for plan in steps})
 
 

@@ -11,6 +11,7 @@ from support.policy_models import PolicyModels, prompts
 from support.runs import calibrated
 from transformers import DynamicCache
 
+from rotor import export
 from rotor.calibration.allocation.plan import Plan
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import NumberRow
@@ -19,7 +20,6 @@ from rotor.policies import Tiers, cache_policy, find_policy, packed_bytes_per_to
 from rotor.policies.agreement import agreement, agreement_in_words, shared_choices
 from rotor.recipe.sections import Search
 from rotor.search.evaluation.accuracy import Fidelity
-from rotor.search.export.export import export
 from rotor.search.ratio_grid import _policies, find_by_regression, find_optimum
 from rotor.search.ratio_search import Cache, RatioPlan, find_ratios
 

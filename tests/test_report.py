@@ -14,12 +14,11 @@ from support.paths import DEMO_MODEL
 from support.quick import mostly_nightly
 from support.runs import reseal
 
-from rotor.calibration.run import Run
+from rotor import Run, export
 from rotor.checkpoint.layout import AttentionShape
 from rotor.progress import in_time
 from rotor.recipe.metric_registry import METRICS
 from rotor.search.evaluation.accuracy import Accuracy, Fidelity
-from rotor.search.export.export import export
 from rotor.search.report.collect import _windows, collect
 from rotor.search.report.report import report
 from rotor.search.table import RankTable

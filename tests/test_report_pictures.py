@@ -14,9 +14,8 @@ from rotor.checkpoint.rows import CodedRow, NumberRow
 from rotor.recipe.reading import load_recipe
 from rotor.search.evaluation.accuracy import Fidelity
 from rotor.search.point import Point
-from rotor.search.report.data import ReportData
-from rotor.search.report.drawing import Axis, Chart
-from rotor.search.report.figures import LOSS_FLOOR, accuracy_axis, figures, layer_colours, shown_loss
+from rotor.search.report.collect import ReportData
+from rotor.search.report.figures import LOSS_FLOOR, Axis, Chart, accuracy_axis, figures, layer_colours, shown_loss
 from rotor.search.report.report import render
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -14,15 +14,13 @@ from support.resumed import model as model
 from support.resumed import whole as whole
 from support.runs import FAST_EVALUATION
 
-from rotor.calibration.calibrate import calibrate
+from rotor import Run, calibrate, export
 from rotor.calibration.gradient_sums import GradientSums
 from rotor.calibration.partial import PartialRun
-from rotor.calibration.run import Run
 from rotor.checkpoint.output_folder import OutputFolder
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.compressible import CompressibleModel
 from rotor.models.layerwise import LayerwiseModel
-from rotor.search.export.export import export
 
 KILLED = """
 commit, write_bases = PartialRun.commit, module.write_bases

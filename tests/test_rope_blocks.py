@@ -12,22 +12,21 @@ from support.compare import relative_error
 from support.runs import FAST_EVALUATION, SHORT_TEXT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export, validate
 from rotor.calibration.capture import capture
+from rotor.calibration.form import model_form
 from rotor.calibration.gradients import fisher_information
 from rotor.calibration.moments import stored_name
-from rotor.calibration.planning.outline import ModelOutline
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.layout import POST_ROPE, KeyForm, LayerForm
 from rotor.errors import RecipeError
 from rotor.kernels.rotary import rotate, when_read, within_blocks
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.recipe.reading import load_recipe
 from rotor.runtime.attention import RotorAttention
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 ROWS = torch.randint(5, 4000, (3, 22), generator=torch.Generator().manual_seed(0))
 
@@ -126,7 +125,7 @@ def test_frequencies_that_depend_on_the_length_make_no_difference_to_the_form(ti
     config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     (folder / "config.json").write_text(json.dumps(config))
     outline = ModelOutline.of(Checkpoint(folder))
-    assert outline.form(load_recipe("rotor")).distinct == [LayerForm(KeyForm(64), 4, joint=True)]
+    assert model_form(load_recipe("rotor"), outline.shape).distinct == [LayerForm(KeyForm(64), 4, joint=True)]
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:

@@ -21,16 +21,17 @@ from support.tiny_models import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, LlamaForCausalLM, StaticCache
 
+from rotor import export
 from rotor.calibration.capture import StoredKeys
-from rotor.calibration.planning.outline import ModelOutline
+from rotor.calibration.form import model_form
 from rotor.checkpoint.families import attention_shape, find_family
 from rotor.checkpoint.layout import PRE_ROPE, ExactTokens, KeyForm
 from rotor.errors import UsageError
 from rotor.kernels.rotary import rotate
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, cache_policy
 from rotor.runtime.decoded import decoding
-from rotor.search.export.export import export
 
 ROWS = torch.randint(1, 4096, (2, 160), generator=torch.Generator().manual_seed(3))
 STEP_BY_STEP = [0, 120, *range(121, 161)]
@@ -172,7 +173,7 @@ def test_longrope_loses_no_more_than_llama_by_codes(demo_run, tmp_path: Path) ->
     text = "\n\n".join(path.read_text() for path in sorted((DEMO_MODEL.parent.parent / "docs").glob("*.md")))
     row = AutoTokenizer.from_pretrained(DEMO_MODEL)(text, return_tensors="pt").input_ids[:, :2048]
     model, own = as_longrope(tmp_path / "model", 1024), as_longrope(out, 1024)
-    assert ModelOutline.of(Checkpoint(tmp_path / "model")).form(run.recipe) == run.form
+    assert model_form(run.recipe, ModelOutline.of(Checkpoint(tmp_path / "model")).shape) == run.form
     with torch.inference_mode(), decoding([*own.modules(), *llama.modules()]):
         logits, expected = own(row, use_cache=False).logits[0], llama(row, use_cache=False).logits[0]
         assert relative_error(logits, expected) < 1e-3

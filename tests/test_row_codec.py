@@ -14,7 +14,7 @@ from rotor.checkpoint.row_codec import CODES, PREDICTED, RAW, RowCodec, Zstandar
 from rotor.checkpoint.row_prediction import LayerCodes, fitted
 from rotor.checkpoint.rows import CodedRow
 from rotor.errors import CheckpointError
-from rotor.kernels.rows import pack_layer
+from rotor.kernels.parameters import pack_layer
 
 pytest.importorskip("zstandard", reason="zstandard is not installed (the extra store)")
 
@@ -170,7 +170,7 @@ def test_a_prediction_is_least_squares_in_whole_numbers() -> None:
     assert (error.var(1) < (0.3**2 + 0.02) * spread + 1 / 6).all()
 
 
-def test_numbers_come_back_by_planes_of_bytes() -> None:
+def test_numbers_come_back_byte_by_byte() -> None:
     numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
     plain = numbers.view(torch.uint8).view(-1, 2).numpy()
     data = pack_numbers(plain, Zstandard())

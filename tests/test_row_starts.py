@@ -14,7 +14,7 @@ from support.paths import ROOT
 from support.shortcuts import tried
 from support.texts import texts_of
 
-from rotor.calibration.planning.inspection import inspect
+from rotor import inspect
 from rotor.models import tokenizer as tokenizers
 from rotor.models.loading import load_model
 from rotor.models.sequences import prompt_start, text_sequences

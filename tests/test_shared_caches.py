@@ -19,10 +19,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 from transformers.masking_utils import sdpa_mask
 
 import rotor
+from rotor import Run, inspect
 from rotor.calibration.capture import EXACT_SHARE, layer_statistics
 from rotor.calibration.gradients import fisher_information
-from rotor.calibration.planning.inspection import inspect
-from rotor.calibration.run import Run
 from rotor.checkpoint.layout import ExactTokens
 from rotor.errors import UnsupportedModelError, UsageError
 from rotor.kernels.reference.attention import dense_attention

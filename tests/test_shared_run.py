@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from support.runs import calibrated, contents
 
+from rotor import export
 from rotor.errors import CheckpointError, UsageError
 from rotor.models.source import Checkpoint
-from rotor.search.export.export import export
 
 NOBODY = 65534
 

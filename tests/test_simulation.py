@@ -14,11 +14,11 @@ from simulation import (
     simulate,
 )
 
+from rotor import export
 from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.checkpoint.rows import NumberRow
 from rotor.errors import UsageError
-from rotor.search.export.export import export
 
 SHAPE = AttentionShape(num_layers=1, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)
 H200 = find_device("h200")

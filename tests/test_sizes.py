@@ -12,8 +12,7 @@ from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, WITH_EXACT, reseal
 from support.tiny_models import build_tiny
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate, export, validate
 from rotor.checkpoint.layout import AttentionShape, ExactTokens
 from rotor.checkpoint.sizes import CacheSize, share_removed
 from rotor.errors import CheckpointError
@@ -21,9 +20,8 @@ from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.loading import config_model, load_model
 from rotor.models.source import Checkpoint
 from rotor.models.weights import empty_model
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
-from rotor.tools.validation.validate import cache_bytes_per_token, validate
+from rotor.tools.validation.validate import cache_bytes_per_token
 
 CPU = torch.device("cpu")
 SETTINGS = [*WITH_EXACT, *FAST_EVALUATION, *SHORT_TEXT, "evaluation.metric=text"]

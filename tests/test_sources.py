@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from support.runs import calibrated
 from transformers import AutoModelForCausalLM
 
+from rotor import export
 from rotor.errors import CheckpointError
 from rotor.models.loading import weights_of
 from rotor.models.source import Checkpoint
-from rotor.search.export.export import export
 
 INDEX = "model.safetensors.index.json"
 HEAD, NORM = "lm_head.weight", "model.layers.0.input_layernorm.weight"

@@ -19,9 +19,10 @@ from support.command_line import rotor
 from support.paths import DEMO_MODEL, ROOT
 from support.quick import mostly_nightly
 
+from rotor import RotorError
 from rotor.cli import console
 from rotor.cli.console import print_json
-from rotor.errors import RotorError, from_system, system_errors
+from rotor.errors import from_system, system_errors
 from rotor.logs import log, log_file
 
 
@@ -72,7 +73,7 @@ def test_anything_thrown_in_a_command_is_two_lines(thrown: Exception, text: str,
     def throwing(*_: object, **__: object) -> None:
         raise thrown
 
-    monkeypatch.setattr(importlib.import_module("rotor.calibration.planning.inspection"), "run_inspection", throwing)
+    monkeypatch.setattr(importlib.import_module("rotor.tools.inspection"), "run_inspection", throwing)
     code, said, error = rotor(capsys, "inspect", DEMO_MODEL)
     assert (code, said) == (1, "")
     assert error.startswith(f"error: {text}")

@@ -11,6 +11,7 @@ from support.paths import DEMO_MODEL
 from support.runs import SMALL_STUDY as SMALL
 from support.runs import TINY_STUDY
 
+from rotor import study
 from rotor.errors import UsageError
 from rotor.search.report.figures import shown_loss
 from rotor.tools.study import context as study_context
@@ -18,7 +19,6 @@ from rotor.tools.study.part import find_part
 from rotor.tools.study.parts import curves, methods
 from rotor.tools.study.parts.curves import METRIC_LABELS
 from rotor.tools.study.store import StudyStore
-from rotor.tools.study.study import study
 
 
 @pytest.fixture(scope="module")

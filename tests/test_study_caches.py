@@ -12,12 +12,12 @@ import torch
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, calibrated
 
+from rotor import Progress, study
 from rotor.errors import UsageError
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
 from rotor.policies import H2O, KCVT, PerToken
-from rotor.progress import Progress
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext, Prompts
 from rotor.tools.study import caches
@@ -26,7 +26,6 @@ from rotor.tools.study.caches import CacheBench, CacheRecord, cache_bytes
 from rotor.tools.study.parts import methods
 from rotor.tools.study.parts.methods import at_equal_bytes, fewest_bytes
 from rotor.tools.study.store import StudyStore
-from rotor.tools.study.study import study
 
 
 @pytest.fixture(scope="module")

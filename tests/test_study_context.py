@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.paths import DEMO_MODEL
 
+from rotor import study
 from rotor.tools.study.parts import context
-from rotor.tools.study.study import study
 
 SETTINGS = ["tokens.count=1024", "tokens.seq_len=128", "codes.tokens=512", "evaluation.report_tokens=2048"]
 

@@ -20,6 +20,7 @@ from support.runs import TINY_STUDY
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
+from rotor import study
 from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, pre_rope
 from rotor.checkpoint.rows import NumberRow
@@ -28,7 +29,6 @@ from rotor.policies.agreement import in_common
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import find_part
 from rotor.tools.study.store import Record, StudyStore
-from rotor.tools.study.study import study
 
 LLAMA = AttentionShape(32, 32, 8, 128, 4096, rotary_dim=128)
 H200 = find_device("h200")

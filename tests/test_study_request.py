@@ -12,12 +12,12 @@ from support.paths import DEMO_MODEL
 from support.runs import SMALL_STUDY as SMALL
 from support.runs import TINY_STUDY
 
+from rotor import study
 from rotor.errors import UsageError
 from rotor.recipe.reading import load_recipe
 from rotor.tools.study.inputs import same_conditions
 from rotor.tools.study.parts import curves
 from rotor.tools.study.store import StudyStore
-from rotor.tools.study.study import study
 
 
 def test_recipes_get_the_same_conditions(tmp_path: Path) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from support.paths import DEMO_MODEL
 
+from rotor import export, validate
 from rotor.errors import DataError, UsageError
 from rotor.models.source import Checkpoint
 from rotor.search.evaluation.tasks import TaskSuite, document_scores, paired
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 TASK = "capitals"
 

@@ -12,8 +12,8 @@ from support.pages import Page
 from support.paths import DEMO_MODEL
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rotor import export
 from rotor.errors import UsageError
-from rotor.search.export.export import export
 from rotor.search.export.texts import NEW_TOKENS, PROMPTS
 
 

@@ -13,8 +13,8 @@ from support.runs import calibrated
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, trainer_utils
 from transformers.utils import is_accelerate_available
 
+from rotor import export
 from rotor.errors import UsageError
-from rotor.search.export.export import export
 
 CASES = {
     "llama-post": ("llama", "post", 1),

@@ -12,9 +12,8 @@ from support.cache_truth import scores_behind
 from support.paths import ROOT
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.policies import PerToken
-from rotor.search.export.export import export
 from rotor.tools.study.inputs import StudyInputs, same_conditions
 from rotor.tools.study.part import find_part
 
@@ -51,7 +50,7 @@ def test_a_transformed_model_loses_as_much_by_rotor_and_more_by_a_quantiser(
     models, tmp_path: Path, monkeypatch
 ) -> None:
     # The clip of gradients goes by lengths, which a transformation changes.
-    monkeypatch.setattr("rotor.calibration.samples.CLIPPED_SHARE", 0.0)
+    monkeypatch.setattr("rotor.calibration.gradient_sums.CLIPPED_SHARE", 0.0)
     base = logits(models["plain"])
     assert divergence(base, logits(models["transformed"])) < 1e-6
     of_rotor, per_token = {}, {}

@@ -17,10 +17,9 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, StaticCache
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.errors import UsageError
 from rotor.runtime.decoded import decoding
-from rotor.search.export.export import export
 
 FAMILIES = ["llama", "opt", "gpt_neox", "gpt2", "falcon", "gemma3_text"]
 

@@ -19,13 +19,9 @@ from support.paths import DEMO_MODEL, ROOT
 from support.runs import SHORT_TEXT, calibrated, contents
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
-from rotor.errors import CheckpointError, RotorError, UsageError
-from rotor.progress import Progress
-from rotor.search.export.export import export
-from rotor.tools.validation.integrity import Validation, check_integrity
-from rotor.tools.validation.validate import validate
+from rotor import Progress, RotorError, Run, Validation, calibrate, export, validate
+from rotor.errors import CheckpointError, UsageError
+from rotor.tools.validation.integrity import check_integrity
 
 pytestmark = pytest.mark.nightly
 

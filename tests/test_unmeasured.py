@@ -11,14 +11,10 @@ from huggingface_hub import ModelCard
 from support.command_line import expect_error, rotor
 from support.runs import calibrated
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate, export, materialise, validate
 from rotor.errors import UsageError
-from rotor.search.export.export import export
-from rotor.search.export.materialise import materialise
-from rotor.search.export.source_card import repeated_metadata
+from rotor.search.export.model_card import repeated_metadata
 from rotor.search.report.collect import collect
-from rotor.tools.validation.validate import validate
 
 RANDOM = ["tokens.count=512", "tokens.seq_len=64", "tokens.source=random", "ranks.multiple_of=4"]
 

@@ -19,6 +19,7 @@ from support.quick import mostly_nightly
 from support.runs import calibrated, reseal
 
 import rotor.models.tokenizer as tokenizer_module
+from rotor import export, validate
 from rotor.checked import options
 from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.section import CompressedSection
@@ -29,8 +30,6 @@ from rotor.models.tokenizer import check_ids
 from rotor.recipe.reading import load_recipe, override
 from rotor.recipe.recipe import Recipe
 from rotor.recipe.reference import recipe_fields
-from rotor.search.export.export import export
-from rotor.tools.validation.validate import validate
 
 
 @pytest.fixture

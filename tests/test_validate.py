@@ -16,11 +16,8 @@ from support.quick import mostly_nightly
 from support.runs import SHORT_TEXT, calibrated, reseal
 from transformers import AutoModelForCausalLM
 
-from rotor.errors import RotorError
-from rotor.progress import Progress
-from rotor.search.export.export import export
-from rotor.tools.validation.integrity import Validation, check_integrity
-from rotor.tools.validation.validate import validate
+from rotor import Progress, RotorError, Validation, export, validate
+from rotor.tools.validation.integrity import check_integrity
 
 LAYER = "model.layers.1.self_attn."
 

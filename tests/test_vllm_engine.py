@@ -32,14 +32,13 @@ from support.vllm_engine import (
 )
 from transformers import LlamaConfig
 
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export
 from rotor.checkpoint.families import attention_shape
 from rotor.checkpoint.layout import POST_ROPE, ExactTokens, KeyForm, pre_rope
 from rotor.checkpoint.rows import NumberRow
 from rotor.models.compressed import CompressedCheckpoint
 from rotor.models.source import Checkpoint
 from rotor.policies import find_policy
-from rotor.search.export.export import export
 from rotor.vllm.shards import padded_rows
 
 pytestmark = pytest.mark.vllm

@@ -20,10 +20,9 @@ from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.checkpoint.rows import NumberRow
 from rotor.checkpoint.tensors import layer_tensors
 from rotor.errors import CheckpointError, UsageError
-from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.parameters import AttentionParameters, pack_layer
 from rotor.kernels.reference.attention import attention, project_keys
 from rotor.kernels.rotary import Rotation, rotate, when_read, within_blocks
-from rotor.kernels.rows import pack_layer
 from rotor.vllm.attention import RotorSelfAttention
 from rotor.vllm.pages import PagedLayer, StepRequests, within
 from rotor.vllm.served import TESTED, refusal

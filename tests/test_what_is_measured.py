@@ -9,19 +9,18 @@ import pytest
 import torch
 from support.paths import DEMO_MODEL, ROOT
 
-from rotor.calibration.planning.outline import ModelOutline
+from rotor import Progress, export, validate
+from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
-from rotor.progress import Progress
 from rotor.recipe.metric_registry import report_metrics
 from rotor.recipe.reading import distance_overrides, load_recipe
 from rotor.recipe.sections import Evaluation
+from rotor.search.evaluation.estimate import evaluation_estimates
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import EvaluationContext, make_prompts
-from rotor.search.export.export import export
 from rotor.search.report.collect import collect
 from rotor.search.table import RankTable
-from rotor.tools.validation.validate import validate
 
 DOCS = ROOT / "docs"
 OF_DOCS = ["evaluation.source=text", f"evaluation.path={DOCS}", "evaluation.search_tokens=512"]
@@ -62,7 +61,7 @@ def test_a_metric_of_text_measures_text_alone(demo) -> None:
     cpu, needed = torch.device("cpu"), {}
     for metric in ("text", "default"):
         recipe = load_recipe("rotor", [f"evaluation.metric={metric}", "evaluation.report_tokens=1024"])
-        needed[metric] = outline.evaluation(recipe, cpu, torch.float32)[True].disk_bytes
+        needed[metric] = evaluation_estimates(outline, recipe, cpu, torch.float32)[True].disk_bytes
     assert needed["text"] < needed["default"]
 
 

@@ -13,7 +13,7 @@ from rotor.calibration.allocation.channel_bits import bit_curve, bit_path
 from rotor.calibration.allocation.plan import RankInputs, RankPath, Spectra
 from rotor.calibration.allocation.removal_rate import RemovalRatePath
 from rotor.checkpoint.layout import AttentionShape
-from rotor.checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS
+from rotor.checkpoint.rows import NIBBLE_BITS, UNIT_NIBBLES, WIDTHS
 
 SHAPE = AttentionShape(3, 2, 2, 64, 128)
 
@@ -74,12 +74,12 @@ def test_widths_of_channels_are_those_of_integer_programming() -> None:
     losses = torch.stack([energies * 4.0**-width for width in widths])
     curve = bit_curve(losses, widths)
     nibbles = np.array([width / NIBBLE_BITS for width in widths])
-    for planes in range(1, len(curve.loss) - 1):
+    for units in range(1, len(curve.loss) - 1):
         costs = losses.T.reshape(-1).numpy()
         one_each = np.kron(np.eye(20), np.ones(len(widths)))
         room = np.tile(nibbles, 20)[None]
-        limits = [LinearConstraint(one_each, 1, 1), LinearConstraint(room, -np.inf, PLANE * planes)]
+        limits = [LinearConstraint(one_each, 1, 1), LinearConstraint(room, -np.inf, UNIT_NIBBLES * units)]
         found = milp(costs, constraints=limits, integrality=np.ones_like(costs), bounds=Bounds(0, 1))
-        counts = dict(zip(WIDTHS, curve.counts[planes].tolist(), strict=True))
-        assert sum(width * count for width, count in counts.items()) <= planes * PLANE * NIBBLE_BITS
-        assert curve.loss[planes] == pytest.approx(found.fun, rel=1e-6)
+        counts = dict(zip(WIDTHS, curve.counts[units].tolist(), strict=True))
+        assert sum(width * count for width, count in counts.items()) <= units * UNIT_NIBBLES * NIBBLE_BITS
+        assert curve.loss[units] == pytest.approx(found.fun, rel=1e-6)

@@ -20,8 +20,7 @@ from support.quick import mostly_nightly
 from support.runs import contents
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from rotor import export, materialise, validate
-from rotor.calibration.calibrate import calibrate
+from rotor import calibrate, export, materialise, validate
 from rotor.checkpoint.rewritten import SOURCE
 from rotor.checkpoint.section import CompressedSection
 from rotor.errors import CheckpointError, MissingError, UsageError

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from rotor.checkpoint.output_folder import check_file
 from rotor.errors import UsageError
-from rotor.tools.bench.precompile import parse_archs
+from rotor.tools.bench.precompile import parse_archs, subjects_of
 from rotor.tools.bench.records import provenance
-from rotor.tools.bench.subjects import subjects_of
 
 from . import bundle
 from .plan import CARRIED, jobs, needs_program

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from rotor import Progress
 from rotor.calibration.prediction.cost import LayerTime, layer_bytes, uncompressed_layer_time
 from rotor.calibration.prediction.devices import find_device
-from rotor.progress import Progress
-from rotor.tools.bench.subjects import Subject
+from rotor.tools.bench.precompile import Subject
 from rotor.tools.bench.variants import Variant, layer_variants
 
 from .cycles import PATH, PATH_BYTES, SHARED_BYTES, busy, resident_warps

@@ -10,8 +10,8 @@ import torch
 from rotor.calibration.prediction.cost import DecodeStep
 from rotor.checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row
-from rotor.kernels.defaults import default_layer
-from rotor.tools.bench.subjects import Subject
+from rotor.kernels.dispatch import default_layer
+from rotor.tools.bench.precompile import Subject
 
 STEP = DecodeStep(context_tokens=32768, batch_size=8)
 """Whose instructions are counted, a key, and whose time is predicted."""
@@ -21,13 +21,13 @@ PAGE = 64
 
 
 SPLIT = 16
-"""Cut nibbles a KV head of a row whose last planes of nibbles are read twice, for their crumbs."""
+"""Cut nibbles a KV head of a row whose last lanes of nibbles are read twice, for their crumbs."""
 
 
 def subject_of(
     name: str, kind: str, nibbles: int, heads: int, shape: AttentionShape, layers: int = 1, split: bool = False
 ) -> Subject:
-    """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where planes are split.
+    """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where lanes are split.
 
     Args:
         kind: `joint`, or a latent each of keys and of values: `apart` of codes, or `numbers`.

@@ -23,7 +23,7 @@ from rotor.calibration.prediction.devices import Device, bundled_devices
 from rotor.kernels import decode_launch
 from rotor.kernels.append import append
 from rotor.kernels.attention import attend_pages, ranges_of_pages
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.kernels.launch import capability_of
 from rotor.tools.bench.attention import (
     TOLERANCE,

@@ -30,12 +30,11 @@ from torch import Tensor
 from rotor.calibration.allocation.channel_bits import bit_curve
 from rotor.calibration.bases.layer import layer_bases
 from rotor.calibration.codes.layer import coded_bases, layer_codes
-from rotor.calibration.codes.quantiser import SAMPLED_TOKENS
+from rotor.calibration.gradient_sums import SAMPLED_TOKENS, GradientClip, SampleKeeper
 from rotor.calibration.information import LayerFisher
 from rotor.calibration.moments import LayerStatistics, stored_name
-from rotor.calibration.samples import GradientClip, SampleKeeper
 from rotor.checkpoint.layout import AttentionShape, KeyForm, LayerForm
-from rotor.checkpoint.rows import PLANE, CodedRow
+from rotor.checkpoint.rows import UNIT_NIBBLES, CodedRow
 
 HEADS, SHARED, DIM, LENGTH = 2, 4, 64, 512
 SHAPE = AttentionShape(1, HEADS * SHARED, HEADS, DIM, 512)
@@ -156,7 +155,7 @@ def table(kind: str) -> None:
             best, least = torch.where(error < least, read, best), torch.minimum(error, least)
         return (best @ pair.decode[0].mT).reshape(drawn.rows.shape)
 
-    by_bits = [curve.channels(round(bits * 2 * HEADS * DIM / 4 / PLANE)) for bits in BITS]
+    by_bits = [curve.channels(round(bits * 2 * HEADS * DIM / 4 / UNIT_NIBBLES)) for bits in BITS]
     plans = [coded(channels) for channels in by_bits]
     found = {
         "rotor": [drawn.error(plan) for plan in plans],

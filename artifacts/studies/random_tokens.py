@@ -10,7 +10,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rotor.policies.eviction import Eviction, KeptTokens
+from rotor.policies import Eviction
+from rotor.policies.eviction import KeptTokens
 from rotor.policies.policy import Seed
 
 

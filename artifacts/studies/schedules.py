@@ -20,10 +20,11 @@ from pathlib import Path
 from prompt_simulation import simulate_prompts
 from simulation import Balance, simulate
 
+from rotor import RotorError
 from rotor.calibration.prediction.devices import find_device
 from rotor.checkpoint.layout import POST_ROPE, AttentionShape, GroupLayout, LayerLayout, ordered_by_class
 from rotor.checkpoint.rows import NumberRow
-from rotor.errors import RotorError, UsageError
+from rotor.errors import UsageError
 from rotor.models.compressed import CompressedCheckpoint
 
 SHAPE = AttentionShape(num_layers=8, num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, rotary_dim=128)

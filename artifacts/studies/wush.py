@@ -13,8 +13,9 @@ from scipy.linalg import hadamard
 from torch import Tensor
 
 from rotor.errors import UnsupportedModelError
+from rotor.policies import LayerSample
 from rotor.policies.affine import AffineCode
-from rotor.policies.policy import Bits, LayerSample
+from rotor.policies.policy import Bits
 from rotor.policies.quantiser import FittedQuantiser
 from rotor.policies.store import Codec, Parts, Stream, heads_apart, heads_together
 

@@ -67,8 +67,8 @@ def project_heads(
     for cls in layout.classes():
         first, rank = (cls.key_rank, cls.key.rank) if keys else (cls.value_rank, cls.value.rank)
         columns = basis[:, first : first + cls.count * rank].unflatten(-1, (cls.count, rank)).transpose(0, 1)
-        own = stacked[:, :, cls.start : cls.start + cls.count]
-        parts.append(torch.einsum("bsnd,ndr->bsnr", own, columns).flatten(2))
+        heads = stacked[:, :, cls.start : cls.start + cls.count]
+        parts.append(torch.einsum("bsnd,ndr->bsnr", heads, columns).flatten(2))
     latents = torch.cat(parts, dim=-1).unsqueeze(1)
     return latents if shift is None else latents + shift
 
@@ -154,13 +154,13 @@ def partial_attention(
     for cls in parameters.layout.classes(query.element_size()):
         mask_of_class = parameters.mask(attention_mask, parameters.heads(cls))
 
-        def mask(part: slice, own: slice, whole: Tensor | None = mask_of_class) -> Tensor | None:
+        def mask(part: slice, queries: slice, whole: Tensor | None = mask_of_class) -> Tensor | None:
             if is_causal:
-                return (index[part] <= index[own, None])[None, None]
+                return (index[part] <= index[queries, None])[None, None]
             if whole is not None and whole.shape[-1] > 1:
                 whole = whole[..., part]
             if whole is not None and whole.shape[-2] > 1:
-                whole = whole[..., own, :]
+                whole = whole[..., queries, :]
             return whole
 
         side = ClassRows.of(parameters, cls, key, value, query.dtype)

@@ -10,9 +10,8 @@ from torch.nn import functional
 
 from rotor.checkpoint.layout import GroupClass
 
-from ..parameters import AttentionParameters
+from ..parameters import AttentionParameters, read_class
 from ..rotary import Rotation, rotate
-from ..rows import read_class
 
 HAS_BFLOAT16 = getattr(torch.cpu, "_is_avx512_bf16_supported", bool)()
 """True where this CPU multiplies bfloat16. The private name may go."""
@@ -122,8 +121,8 @@ class AbsorbedQueries:
 
     def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
         """[batch_size, count, heads of a group, active queries, keys], unscaled."""
-        own = self.queries[..., active, :]
-        logits = (own.flatten(2, 3) @ latents.mT).unflatten(2, own.shape[2:4])
+        queries = self.queries[..., active, :]
+        logits = (queries.flatten(2, 3) @ latents.mT).unflatten(2, queries.shape[2:4])
         return logits if self.extra is None else logits + self.extra[..., active, :]
 
 
@@ -153,10 +152,10 @@ class AbsorbedBlocks:
         if count % self.block:
             latents = functional.pad(latents, (0, 0, 0, -count % self.block))
         latents = latents.unflatten(2, (-1, self.block))
-        own = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
-        logits = own[..., : latents.shape[-1]] @ latents.mT
+        absorbed = self.absorbed[:, :, part.start // self.block :][:, :, : latents.shape[2]]
+        logits = absorbed[..., : latents.shape[-1]] @ latents.mT
         if self.has_constant:
-            logits += own[..., -1:]
+            logits += absorbed[..., -1:]
         return logits.transpose(2, 3).flatten(3)[..., :count].unflatten(2, self.shape[2:])[..., active, :]
 
 
@@ -185,9 +184,9 @@ class RebuiltKeys:
 
     def __call__(self, latents: Tensor, part: slice, active: slice) -> Tensor:
         """[batch_size, count, heads of a group, active queries, keys], unscaled."""
-        own = self.queries[..., active, :]
+        queries = self.queries[..., active, :]
         keys = self._keys(latents, part).permute(0, 1, 3, 4, 2)  # [batch_size, count, group_size, head_dim, keys]
-        return (own.flatten(3, 4) @ keys).unflatten(3, own.shape[3:5]).flatten(2, 3)
+        return (queries.flatten(3, 4) @ keys).unflatten(3, queries.shape[3:5]).flatten(2, 3)
 
     def _keys(self, latents: Tensor, part: slice) -> Tensor:
         """[batch_size, count, keys, group_size, head_dim]."""
@@ -209,6 +208,6 @@ def _constant_logits(query: Tensor, parameters: AttentionParameters, cls: GroupC
     constant = parameters.constant(cls)
     if constant is None:
         return None
-    own = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
-    dtype = torch.promote_types(own.dtype, constant.dtype)
-    return torch.einsum("bngpsd,ngd->bngps", own.to(dtype), constant.to(dtype)).flatten(2, 3).unsqueeze(-1)
+    heads = query[:, parameters.heads(cls)].unflatten(1, (cls.count, parameters.layout.group_size, -1))
+    dtype = torch.promote_types(heads.dtype, constant.dtype)
+    return torch.einsum("bngpsd,ngd->bngps", heads.to(dtype), constant.to(dtype)).flatten(2, 3).unsqueeze(-1)

@@ -15,9 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..checked import JsonObject
-from ..checkpoint.atomic import write_json, write_text
-from ..checkpoint.file_names import INFO, RECIPE
-from ..checkpoint.hashes import file_sha256
+from ..checkpoint.files import INFO, RECIPE, file_sha256, write_json, write_text
 from ..checkpoint.locks import exclusive
 from ..checkpoint.output_folder import OutputFolder
 from ..checkpoint.projections import read_attention
@@ -25,12 +23,12 @@ from ..checkpoint.publishing import check_space, recover
 from ..checkpoint.schemas import FORMAT_VERSION
 from ..errors import DataError, system_errors
 from ..logs import log_file
-from ..models.device_plan import DevicePlan
-from ..models.hardware import fit_threads
+from ..models.hardware import DevicePlan, fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.lengths import context_tokens
+from ..models.outline import ModelOutline
 from ..models.readiness import check_text, describe_text
+from ..models.sequences import context_tokens
 from ..models.source import Checkpoint
 from ..models.splits import digests
 from ..models.tokenizer import chat_opening, text_start
@@ -43,13 +41,13 @@ from ..versions import versions
 from .bases.layer import layer_bases
 from .capture import layer_statistics
 from .codes.layer import layer_codes
+from .estimate import calibration_estimates, needs_whole_model, wanted_moments
+from .form import length_warning, model_form, wanted_gradients
 from .gradient_files import GradientFiles
 from .gradients import fisher_information, weight_fisher
 from .information import LayerFisher
 from .moments import LayerStatistics
 from .partial import BEGUN_TOKENS_FILE, TOKENS_FILE, PartialRun
-from .planning.form import length_warning, wanted_gradients
-from .planning.outline import ModelOutline, needs_whole_model, wanted_moments
 from .pruning import prune_sequences
 from .run import (
     WEIGHT_FISHER,
@@ -114,12 +112,13 @@ class Calibration:
         outline = ModelOutline.of(self.checkpoint)
         self.family = outline.family
         self.shape = outline.shape
-        self.form = outline.form(self.recipe)
+        self.form = model_form(self.recipe, self.shape)
         devices = DevicePlan.choose(request, outline.dtype, averaged=True)
         self.check_out()
         check_text(self.recipe, self.checkpoint.config, self.checkpoint.tokenizer)  # refuses one that does not load
         fit_threads(self.checkpoint.total_bytes())
-        estimates = outline.calibration(self.recipe, devices.device, devices.dtype, request.batch_tokens)
+        sizes = self.recipe, devices.device, devices.dtype, request.batch_tokens
+        estimates = calibration_estimates(outline, *sizes)
         whole = needs_whole_model(self.recipe)
         self.devices, self.memory = devices.within_memory(request.offload, estimates, whole)
         self.disk_bytes = estimates[self.devices.streamed].disk_bytes
@@ -197,7 +196,7 @@ class Calibration:
         if spec.source == "synthetic":
             self.partial.keep(TOKENS_FILE, {"rows": sample.sequences})
         sequences = prune_sequences(sample.sequences, self.recipe.prune, sample.topics)
-        least = self.form.group_size * max(own.head_dim for own in self.shape.sizes)
+        least = self.form.group_size * max(sizes.head_dim for sizes in self.shape.sizes)
         if sequences.numel() < least:
             raise DataError(
                 f"{sequences.numel()} calibration tokens, fewer than the {least} dimensions of a group.",
@@ -322,7 +321,7 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        from ..models.states import state_bytes  # imports the caches of transformers
+        from ..models.loading import state_bytes  # imports the caches of transformers
 
         folder = self.partial.folder
         source = self.source

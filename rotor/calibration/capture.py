@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import sdpa_mask
 
 from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, KeyForm
 from ..checkpoint.projections import keys_before_rope, split_activations
 from ..kernels.reference.attention import dense_attention
 from ..kernels.rotary import Rotation, rotate, within_blocks
-from ..models.layerwise import LayerwiseModel
+from ..models.layerwise import LayerwiseModel, activation_bytes
 from ..progress import Advance
 from ..recipe.sections import Prune
-from .moments import JOINT, LayerStatistics, named_form
+from .moments import CHUNK_BYTES, JOINT, LayerStatistics, named_form
 from .pruning import ClusteredStatistics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 Observer = Callable[[int, dict[str, Tensor]], None]
 """Function of the layer index and the activations of one batch: `query` [tokens, num_heads, head_dim]; `value` and keys
@@ -79,6 +77,24 @@ def layer_statistics(
     return statistics.finish()
 
 
+def capture_bytes(
+    shape: AttentionShape,
+    config: PreTrainedConfig,
+    tokens: int,
+    group_size: int,
+    element_bytes: int,
+    moments: frozenset[str],
+) -> int:
+    """Memory of `layer_statistics` while a batch of `tokens` tokens runs through a layer, beside the sums.
+
+    Outputs of a group's stacked values are copied; what is added to sums is copied to float64 in chunks.
+    """
+    outputs = 2 * shape.query_width * group_size if "output" in moments and group_size > 1 else 0
+    chunk = min(CHUNK_BYTES, tokens * shape.query_width * group_size * 8)
+    copies = max(chunk, tokens * shape.heads_per_kv * shape.head_dim * 8)  # at least one head
+    return activation_bytes(shape, config, tokens, element_bytes, outputs) + 2 * copies
+
+
 @contextmanager
 def capture(
     model: PreTrainedModel,
@@ -117,7 +133,6 @@ def observed_attention(
     layers: range,
     report: Callable[[int, dict[str, Tensor], Tensor], None] = lambda layer, tensors, output: None,
     group_size: int = 1,
-    read: Callable[[int, dict[str, Tensor]], tuple[Tensor, Tensor]] | None = None,
     exact: Sequence[ExactTokens] | None = None,
 ) -> Iterator[None]:
     """Context in which the attention of some layers reports the tensors that it computes with, graph included.
@@ -132,10 +147,9 @@ def observed_attention(
             output, [batch_size, seq_len, num_heads, group_size * head_dim], each query head's average of the stacked
             values of its KV head's group. A layer that reads the cache of another is reported as that one, without
             keys and values.
-        read: returns keys and values, shaped like `key_post` and `value`, that attention computes with in their place.
-        exact: tokens of each layer that queries read exactly, whatever `read` returns. Without `read` the reported
-            `key_post` and `value` are copies in the graph, which get the gradient of queries that read a token from
-            codes, and EXACT_SHARE of that of the others; `key_pre` is then not reported.
+        exact: tokens of each layer that queries read exactly. Reported `key_post` and `value` are then copies in the
+            graph, which get the gradient of queries that read a token from codes, and EXACT_SHARE of that of the
+            others; `key_pre` is not reported.
     """
     before: dict[int, Tensor] = {}
     copies: dict[int, tuple[Tensor, Tensor]] = {}
@@ -156,30 +170,24 @@ def observed_attention(
     ) -> tuple[Tensor, None]:
         reads = module.layer_idx in source_of
         layer = source_of[module.layer_idx] if reads else layer_of[module.layer_idx]
-        own = shape.layer(layer)
-        query, key = (family.in_halves(side, own) for side in (query, key))
+        layer_shape = shape.layer(layer)
+        query, key = (family.in_halves(side, layer_shape) for side in (query, key))
         tensors = {"query": query, "key_post": key, "value": value}
         if layer in before:
             tensors["key_pre"] = before.pop(layer)
-        coded = key, value
-        if read is not None:
-            coded = read(layer, tensors)
-        elif exact is not None:
+        if exact is not None:
             if not reads:
                 copies[layer] = key.view_as(key), value.view_as(value)
                 tensors = {"query": query, "key_post": copies[layer][0], "value": copies[layer][1]}
-            coded = copies[layer]
-        if exact is None:
-            key, value = coded
-        else:
-            if read is None:  # the same numbers, with a part of their gradient
-                key, value = torch.lerp(key, coded[0], EXACT_SHARE), torch.lerp(value, coded[1], EXACT_SHARE)
-            key, value = torch.cat([key, coded[0]], dim=2), torch.cat([value, coded[1]], dim=2)
+            coded_key, coded_value = copies[layer]
+            # The exact ones are the same numbers, of whose gradient the copies get a part.
+            key, value = torch.lerp(key, coded_key, EXACT_SHARE), torch.lerp(value, coded_value, EXACT_SHARE)
+            key, value = torch.cat([key, coded_key], dim=2), torch.cat([value, coded_value], dim=2)
             attention_mask = exact_then_coded(attention_mask, query.shape[2], exact[layer], query.device)
         output = dense_attention(query, key, _stacked(value, group_size), scaling, attention_mask, softcap, s_aux)
-        output = output.unflatten(-1, (own.num_heads, -1))
+        output = output.unflatten(-1, (layer_shape.num_heads, -1))
         report(layer, {"query": query} if reads else tensors, output)
-        return _block_of_head(output, own, group_size), None
+        return _block_of_head(output, layer_shape, group_size), None
 
     def keep(layer: int) -> Callable[..., Tensor]:
         def scaled(module: nn.Module, inputs: tuple[object, ...], output: Tensor) -> Tensor:
@@ -194,6 +202,9 @@ def observed_attention(
             if not shape.layer(layer).rotary_dim:
                 continue
             handles.append(module.get_submodule(family.key_source).register_forward_hook(keep(layer)))
+    from transformers import AttentionInterface, AttentionMaskInterface  # these import the models of transformers
+    from transformers.masking_utils import sdpa_mask
+
     AttentionInterface.register(OBSERVED_ATTENTION, attention)
     AttentionMaskInterface.register(OBSERVED_ATTENTION, sdpa_mask)  # otherwise transformers drops the mask silently
     config = model.config.get_text_config()

@@ -11,8 +11,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..checkpoint.atomic import replacing, sync, write_json
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import read_json, replacing, sync, write_json
 from ..checkpoint.publishing import write_tensors
 from ..models.layerwise import LayerwiseModel, new_states
 from .gradient_sums import GradientSums

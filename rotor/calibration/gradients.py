@@ -30,12 +30,12 @@ from ..checkpoint.layout import AttentionShape, ExactTokens
 from ..checkpoint.projections import kv_parameters
 from ..errors import NumericsError
 from ..models.layerwise import LayerwiseModel, logit_batches
+from ..models.outline import ModelOutline
 from ..numerics import is_finite
 from ..progress import Advance, Progress
 from .capture import StoredKeys, observed_attention
-from .codes.quantiser import SAMPLED_TOKENS
 from .gradient_files import GradientFiles
-from .gradient_sums import GradientSums
+from .gradient_sums import SAMPLED_TOKENS, GradientSums
 from .information import LayerFisher
 
 if TYPE_CHECKING:
@@ -89,6 +89,19 @@ def fisher_information(
         _layer_backward(network, index, sequences, sums, files, advance, exact)
         yield index, sums.result()
         files.has_gradient(index)
+
+
+def backward_bytes(forward: int, family: Family) -> int:
+    """Memory of a backward pass of the layers that run at a turn, of which a forward pass of one takes `forward`.
+
+    Autograd keeps the activations and makes as many gradients and temporary copies, of all layers that read a cache.
+    """
+    return 3 * forward * (1 + len(family.readers))
+
+
+def gradient_flops(outline: ModelOutline, tokens: int) -> float:
+    """FLOPs of `fisher_information`: forward once, then each layer again and twice as much backward."""
+    return 4 * outline.pass_flops(tokens)
 
 
 def exact_in_rows(shape: AttentionShape, exact: ExactTokens | None, seq_len: int) -> list[ExactTokens] | None:
@@ -215,7 +228,7 @@ def weight_fisher(
     Source: Palu, arXiv 2407.21118, section 3.2.
     """
     sequences = tokens[: max(1, count // tokens.shape[1])]
-    heads = [own.num_kv_heads for own in shape.layers]
+    heads = [layer_shape.num_kv_heads for layer_shape in shape.layers]
     totals = torch.zeros(shape.num_layers, 2, max(heads), dtype=torch.float64)
     parameters = [kv_parameters(family, model, layer) for layer in range(shape.num_layers)]
     distinct = {id(parameter): parameter for pair in parameters for parameter, _ in pair}

@@ -6,6 +6,8 @@ is kept for them.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -60,6 +62,19 @@ def moment_shape(shape: AttentionShape, group_size: int, name: str) -> tuple[int
     if name.startswith(JOINT):
         width *= 2
     return shape.num_kv_heads // group_size, width, width
+
+
+def moments_bytes(shape: AttentionShape, group_size: int, names: Iterable[str]) -> int:
+    """Bytes of the sums of these moments in memory."""
+    return 8 * sum(math.prod(moment_shape(shape, group_size, name)) for name in names)
+
+
+def adding_flops(shape: AttentionShape, group_size: int, names: Iterable[str], tokens: int) -> float:
+    """FLOPs of adding tokens to these moments; a KV head's sum of queries takes those of all its query heads."""
+    elements = 0
+    for name in names:
+        elements += math.prod(moment_shape(shape, group_size, name)) * (shape.heads_per_kv if name == "query" else 1)
+    return 2.0 * tokens * elements
 
 
 def packed_bytes(moment: tuple[int, int, int]) -> int:

@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checked import JsonObject
-from ..checkpoint.atomic import replacing, sync, write_json
-from ..checkpoint.json_differences import differences, shorten_json
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import differences, read_json, replacing, shorten_json, sync, write_json
 from ..checkpoint.manifest import write_manifest
 from ..checkpoint.output_folder import OutputFolder, check_removable, mark_unfinished, remove
 from ..checkpoint.publishing import publish_folder, write_tensors

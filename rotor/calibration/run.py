@@ -21,9 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..checked import JsonObject, Reader
-from ..checkpoint.atomic import replacing
 from ..checkpoint.bases import BasisPair, LayerBases, check_stored, latent_size
-from ..checkpoint.file_names import INFO, RECIPE, ROTOR_JSON
+from ..checkpoint.files import INFO, RECIPE, ROTOR_JSON, replacing
 from ..checkpoint.layout import AttentionShape, KeyForm, LayerForm, ModelForm
 from ..checkpoint.manifest import Manifest
 from ..checkpoint.publishing import write_tensors
@@ -92,7 +91,7 @@ def read_weight_fisher(folder: Path, shape: AttentionShape) -> list[Tensor]:
         raise UsageError(
             f"{folder}: this run has no Fisher information.", "Calibrate again with --set ranks.method=fisher."
         )
-    heads = [own.num_kv_heads for own in shape.layers]
+    heads = [layer_shape.num_kv_heads for layer_shape in shape.layers]
     information = _Stored(path).checked("information", (shape.num_layers, 2, max(heads)))
     return [layer[:, :count] for layer, count in zip(information, heads, strict=True)]
 
@@ -281,7 +280,10 @@ class Run:
     def columns(self) -> list[tuple[int, int]]:
         """The number of groups of each layer, and the numbers that a row of a group is made of."""
         form = self.form.layer(0)  # layers differ in their keys alone
-        return [(own.num_kv_heads // form.group_size, form.columns(own.head_dim)) for own in self.shape.layers]
+        return [
+            (layer_shape.num_kv_heads // form.group_size, form.columns(layer_shape.head_dim))
+            for layer_shape in self.shape.layers
+        ]
 
 
 class RunBases(Sequence[LayerBases]):

@@ -168,6 +168,12 @@ def latent_size(form: LayerForm, shape: AttentionShape) -> tuple[int, int]:
     return shape.num_kv_heads // form.group_size, form.columns(shape.head_dim)
 
 
+def bases_bytes(form: LayerForm, shape: AttentionShape) -> int:
+    """Bytes of a layer's bases: encode and decode of each latent, float64."""
+    count, columns = latent_size(form, shape)
+    return 8 * len(form.latent_names) * 2 * count * columns**2
+
+
 def check_stored(tensor: Tensor, expected: tuple[int, ...], where: str) -> None:
     """Check a tensor of a run folder.
 
@@ -322,7 +328,7 @@ class FoldedBases:
         if layout.scaled:
             ranks = [group.key.rank for group in layout.groups]
             parts_of_codes = (checked(f"code.{name}", [[sum(ranks)]]).split(ranks) for name in ("shift", "length"))
-            codes = [ScaledCode(*own) for own in zip(*parts_of_codes, strict=True)]
+            codes = [ScaledCode(*code_parts) for code_parts in zip(*parts_of_codes, strict=True)]
         return cls(sides["key"], sides["value"], codes)
 
 

@@ -23,8 +23,7 @@ from typing_extensions import TypedDict
 
 from ..checked import Expect, Reader
 from ..errors import CheckpointError, MissingError, UsageError
-from .atomic import replacing
-from .hashes import tensor_sha256
+from .files import replacing, tensor_sha256
 from .locks import exclusive
 from .publishing import check_space
 from .row_channels import DAMAGED

@@ -277,6 +277,11 @@ class Family:
         """The third argument of the rotary embedding for a layer, if it takes one."""
         return config.get_text_config().layer_types[self.placed[layer]] if self.rotary_by_layer_type else None
 
+    @property
+    def rotates_in_halves(self) -> bool:
+        """Tell whether `rotation` returns the tables of the rotary embedding as they are."""
+        return self.tables == "halves" and not self.norms_behind_rope and not self.rotates_back
+
     def rotation(self, given: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the rotary embedding, [..., rotary_dim], with both halves of the dimensions equal."""
         cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given
@@ -606,7 +611,7 @@ def attention_shape(config: Any) -> AttentionShape:
     rotates = family.rotary is not None and len(without_rope) < len(layers)
     differ = getattr(config, "is_heterogeneous", False)
     configs = [config.per_layer_config[layer] for layer in layers] if differ else [config]
-    heads = tuple(_head_sizes(family, own, rotates) for own in configs)
+    heads = tuple(_head_sizes(family, layer_config, rotates) for layer_config in configs)
     return AttentionShape(
         num_layers=len(layers),
         num_heads=config.num_attention_heads,

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..errors import NumericsError
 from ..numerics import is_finite, one_thread
-from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, ScaledCode, levels_of
-from .layout import AttentionShape, ExactTokens, GroupLayout, LayerLayout, LayerRanks, ordered_by_class
+from .bases import BasisPair, ChannelCode, FoldedBases, FoldedBasis, LayerBases, ScaledCode, bases_bytes, levels_of
+from .layout import AttentionShape, ExactTokens, GroupLayout, LayerForm, LayerLayout, LayerRanks, ordered_by_class
 from .projections import AttentionWeights
 from .rows import SIGNED, CodedRow, Row
 from .tensors import layer_tensors
@@ -84,6 +84,13 @@ def fold_bases(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) ->
             value = _refit(value, outputs, layout.group_size)
         values.append(value)
     return FoldedBases(keys, values)
+
+
+def rewriting_bytes(shape: AttentionShape, form: LayerForm, refit: bool) -> int:
+    """Memory of `fold_layer`: its bases and, where W_o is refitted, the moments of outputs, in three copies; and the
+    projections in float64, before and after."""
+    outputs = shape.num_heads * (form.group_size * shape.head_dim) ** 2 * 8 if refit else 0
+    return 3 * outputs + 3 * bases_bytes(form, shape) + shape.projection_elements * 2 * 8
 
 
 def _fold_joint(bases: LayerBases, layout: LayerLayout, shape: AttentionShape) -> FoldedBases:
@@ -301,7 +308,7 @@ def reading_rounded(
     With x = p R^T + mean, a basis E + D puts out p (1 + R^T D) about
     the mean, so that (1 + R^T D)^-1 R^T reads x.
     """
-    found: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []
+    sides: tuple[list[FoldedBasis], list[FoldedBasis]] = [], []
     for pair in zip(keys, values, strict=True):
         rounded = [basis.encode.to(dtype).to(basis.encode.dtype) - basis.encode for basis in pair]
         if folds_values:
@@ -312,10 +319,10 @@ def reading_rounded(
         for basis, moved in zip(pair, rounded, strict=True):
             assert basis.mean is not None
             of_mean = of_mean + basis.mean @ moved
-        for side, basis in zip(found, pair, strict=True):
+        for side, basis in zip(sides, pair, strict=True):
             assert basis.shift is not None
             side.append(replace(basis, read=torch.linalg.solve(put_out, basis.read.mT).mT, shift=basis.shift - of_mean))
-    return found
+    return sides
 
 
 def _constants(bases: list[FoldedBasis], shape: AttentionShape) -> Tensor:

@@ -1,6 +1,6 @@
 """kernel_config.json: how the kernels are to run a compressed model, decided when it is exported and free to edit.
 
-Pure data: the values that a launch goes by. The rules that choose them without a GPU are in `kernels/defaults.py`;
+Pure data: the values that a launch goes by. The rules that choose them without a GPU are in `kernels/dispatch.py`;
 `rotor tune OUT` writes what it measured. No schedule is named: decoding takes equal slices of all keys, and the
 papers' longest task first (FDC and ZACK 5.3) is simulated alone, by artifacts/studies/schedules.py.
 """
@@ -17,8 +17,7 @@ from pydantic import Field
 
 from ..checked import JsonObject, OneOf, Reader
 from ..errors import CheckpointError
-from .file_names import KERNEL_CONFIG
-from .json_files import read_json
+from .files import KERNEL_CONFIG, read_json
 from .layout import LayerLayout
 
 ARCHITECTURES = (80, 90)
@@ -112,10 +111,10 @@ def layout_class(layout: LayerLayout) -> str:
     """Case that the kernels of a layer are compiled for, in words: `joint 256x2, T 64`.
 
     Nibbles (or numbers) of the rows of the classes of groups with their KV heads, the block within which keys are
-    rotated, planes whose crumbs are read too; `apart` where values have latents of their own, `numbers` where there are
-    no codes.
+    rotated, lanes of nibbles whose crumbs are read too; `apart` where values have latents of their own, `numbers` where
+    there are no codes.
     """
-    nibbles = layout.planes
+    nibbles = layout.word_nibbles
     widths = []
     for cls in layout.classes():
         sides = "+".join(str(side.width // layout.operands * nibbles) for side in layout.groups[cls.start].latents)

@@ -87,7 +87,7 @@ class AttentionShape:
     def __post_init__(self) -> None:
         for name in ("windows", "without_rope"):
             object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has lists
-        object.__setattr__(self, "heads", tuple(HeadSizes(*own) for own in self.heads))
+        object.__setattr__(self, "heads", tuple(HeadSizes(*heads) for heads in self.heads))
         sizes = (self.num_layers, self.num_heads, self.num_kv_heads, self.head_dim, self.hidden_size)
         problem = ""
         if not all(isinstance(size, int) and 0 < size <= MAX_RANK for size in sizes):
@@ -109,10 +109,10 @@ class AttentionShape:
             problem = f"heads of the first layer are {list(self.heads[0])}: expected the sizes of the model."
         if problem:
             raise CheckpointError(problem, "The model's config.json or the run's run.json is damaged.")
-        for own in set(self.heads):  # each is checked as the only one
-            replace(self, heads=(), without_rope=(), windows=(), **own._asdict())
+        for heads in set(self.heads):  # each is checked as the only one
+            replace(self, heads=(), without_rope=(), windows=(), **heads._asdict())
 
-    @property
+    @cached_property
     def heads_per_kv(self) -> int:
         """Query heads of a KV head; of one layer, as all properties below whose docstrings say a layer."""
         return self.num_heads // self.num_kv_heads
@@ -156,8 +156,8 @@ class AttentionShape:
 
     def layer(self, index: int) -> AttentionShape:
         """The sizes as they are in one layer: those of its heads, without RoPE where that does not rotate."""
-        own = replace(self, heads=(), **self.heads[index]._asdict()) if self.heads else self
-        return replace(own, rotary_dim=0, without_rope=()) if index in self.without_rope else own
+        layer_shape = replace(self, heads=(), **self.heads[index]._asdict()) if self.heads else self
+        return replace(layer_shape, rotary_dim=0, without_rope=()) if index in self.without_rope else layer_shape
 
     @property
     def layers(self) -> tuple[AttentionShape, ...]:
@@ -169,27 +169,28 @@ class AttentionShape:
         """The sizes of layers with heads of each size, and how many have them; RoPE or not makes no difference."""
         if not self.heads:
             return {self: self.num_layers}
-        return {replace(self, heads=(), **own._asdict()): n for own, n in Counter(self.heads).items()}
+        return {replace(self, heads=(), **heads._asdict()): n for heads, n in Counter(self.heads).items()}
 
     @property
     def rotates(self) -> bool:
         """Tell whether RoPE rotates the keys of any layer."""
-        return any(own.rotary_dim for own in self.heads) if self.heads else self.rotary_dim > 0
+        return any(heads.rotary_dim for heads in self.heads) if self.heads else self.rotary_dim > 0
 
     @property
     def shared_kv_heads(self) -> int:
         """The most KV heads that can share a latent in every layer: the greatest common divisor of their numbers."""
-        return math.gcd(self.num_kv_heads, *(own.num_kv_heads for own in self.heads))
+        return math.gcd(self.num_kv_heads, *(heads.num_kv_heads for heads in self.heads))
 
     @property
     def heads_in_words(self) -> str:
         """`8 KV heads of 64`; where layers differ, `8 KV heads of 64 (5 layers) or 2 KV heads of 128 (1 layer)`."""
         words = {
-            own: f"{own.num_kv_heads} KV head{'s' * (own.num_kv_heads > 1)} of {own.head_dim}" for own in self.sizes
+            sizes: f"{sizes.num_kv_heads} KV head{'s' * (sizes.num_kv_heads > 1)} of {sizes.head_dim}"
+            for sizes in self.sizes
         }
         if len(words) == 1:
             return words[self]
-        return " or ".join(f"{words[own]} ({n} layer{'s' * (n > 1)})" for own, n in self.sizes.items())
+        return " or ".join(f"{words[sizes]} ({n} layer{'s' * (n > 1)})" for sizes, n in self.sizes.items())
 
     def held_tokens(self, tokens: int) -> tuple[int, ...]:
         """Tokens that the cache of each layer holds of a sequence of so many."""
@@ -290,12 +291,12 @@ class GroupLayout:
     def joint(self) -> bool:
         return self.value is None
 
-    @property
+    @cached_property
     def latents(self) -> tuple[Row, ...]:
         """The rows that the cache holds, one a latent."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
-    @property
+    @cached_property
     def values(self) -> Row:
         """The latent that values are read from."""
         return self.latents[-1]
@@ -381,8 +382,10 @@ class ExactTokens:
 class LayerLayout:
     """The groups of one layer, in the order in which its rows hold them (by class, widest first).
 
-    All groups of a layer have the same number of KV heads and of split planes (see `CodedRow`); either all are coded or
+    All groups of a layer have the same number of KV heads and of split lanes (see `CodedRow`); either all are coded or
     none, and either all are joint or none. Rows of coded joint groups are scaled. One kernel reads them all.
+
+    What follows from the fields is computed once: every step of decoding asks for it in every layer.
 
     rope_block: T, a power of two up to MOST_ROPE_BLOCK, 1 is pre-RoPE; None: all positions, post-RoPE.
     exact: tokens that are kept exactly too; None: none, and then weights have the bases folded in.
@@ -406,28 +409,28 @@ class LayerLayout:
         return self._hash
 
     def __getstate__(self) -> dict[str, object]:
-        """Leave out the hash, which other processes compute otherwise."""
-        return {name: value for name, value in vars(self).items() if name != "_hash"}
+        """The fields alone: other processes compute another hash, and what else is computed once."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
-    @property
+    @cached_property
     def form(self) -> KeyForm:
         return KeyForm(self.rope_block)
 
-    @property
+    @cached_property
     def group_size(self) -> int:
         return len(self.groups[0].kv_heads)
 
-    @property
+    @cached_property
     def joint(self) -> bool:
         """Tell whether keys and values are coded together: attention then reads both from the key rows."""
         return self.groups[0].joint
 
-    @property
+    @cached_property
     def scaled(self) -> bool:
         """Tell whether rows have a scale, as those of joint groups of codes."""
         return self.groups[0].key.scaled
 
-    @property
+    @cached_property
     def coded(self) -> bool:
         """Tell whether the layer keeps rows of bytes (see `rows`) rather than rows of the model's dtype."""
         return self.groups[0].key.coded
@@ -437,12 +440,12 @@ class LayerLayout:
         """The kind of kernels that serve the layer: `joint` or `apart`, rows of codes, or `numbers`."""
         return ("joint" if self.joint else "apart") if self.coded else "numbers"
 
-    @property
+    @cached_property
     def in_blocks(self) -> bool:
         """Tell whether RoPE stands between stored keys and queries, block by block; pre-RoPE, position by position."""
         return self.rope_block is not None
 
-    @property
+    @cached_property
     def pre_rope(self) -> bool:
         """Tell whether keys are stored before RoPE, and expanded and rotated when they are read."""
         return self.form == PRE_ROPE
@@ -471,7 +474,7 @@ class LayerLayout:
         """Tell whether the value basis is inside W_v, and what reads values inside W_o: no value is kept exactly."""
         return self.exact is None
 
-    @property
+    @cached_property
     def latents_per_group(self) -> int:
         """Rows that a group stores of a token: one of both, or one of keys and one of values."""
         return len(self.groups[0].latents)
@@ -509,45 +512,45 @@ class LayerLayout:
         values = "" if self.joint else "v"
         return frozenset(keys + values + "o")
 
-    @property
+    @cached_property
     def key_rank(self) -> int:
         """Channels of all key latents."""
         return sum(group.key.rank for group in self.groups)
 
-    @property
+    @cached_property
     def value_rank(self) -> int:
         """Channels of all latents that values are read from."""
         return sum(group.values.rank for group in self.groups)
 
-    @property
+    @cached_property
     def key_width(self) -> int:
         """Columns of the bases that read all key latents."""
         return sum(group.key.width for group in self.groups)
 
-    @property
+    @cached_property
     def value_width(self) -> int:
         """Columns of the weights that read all latents of values."""
         return sum(group.values.width for group in self.groups)
 
-    @property
+    @cached_property
     def stored_value_rank(self) -> int:
         """Channels of all latents that have a value row."""
         return sum(group.value.rank for group in self.groups if group.value is not None)
 
-    @property
+    @cached_property
     def operands(self) -> int:
         """Numbers that attention reads of a word of every latent, see `CodedRow`; 1 of numbers."""
         return self.groups[0].key.operands
 
-    @property
+    @cached_property
     def word_operands(self) -> int:
         """The same, and 0 of numbers: how kernels tell them apart."""
         return self.groups[0].key.word_operands
 
-    @property
-    def planes(self) -> int:
+    @cached_property
+    def word_nibbles(self) -> int:
         """Nibbles of a word; 1 of numbers."""
-        return self.groups[0].key.planes
+        return self.groups[0].key.word_nibbles
 
     def element_bytes(self, model_bytes: int) -> int:
         """Bytes of an element of a row as tensors hold it, in a model whose dtype takes model_bytes."""
@@ -582,13 +585,22 @@ class LayerLayout:
         key, value = (accumulate((self._stride(x, model_bytes) for x in side), initial=0) for side in sides)
         return list(zip(key, value, strict=True))[:-1]
 
-    @property
+    @cached_property
     def kv_head_order(self) -> tuple[int, ...]:
         """Original indices of the KV heads in the order of the rows and of the compressed projections."""
         return tuple(head for group in self.groups for head in group.kv_heads)
 
-    def classes(self, model_bytes: int = 2) -> Iterator[GroupClass]:
+    def classes(self, model_bytes: int = 2) -> tuple[GroupClass, ...]:
         """Runs of groups with equal latents, with the sizes of all groups before them."""
+        if model_bytes not in self._classes:
+            self._classes[model_bytes] = tuple(self._runs(model_bytes))
+        return self._classes[model_bytes]
+
+    @cached_property
+    def _classes(self) -> dict[int, tuple[GroupClass, ...]]:
+        return {}
+
+    def _runs(self, model_bytes: int) -> Iterator[GroupClass]:
         start = key_rank = value_rank = key_column = key_byte = value_byte = 0
         for end, group in enumerate(self.groups, 1):
             if end < len(self.groups) and self.groups[end].latents == group.latents:
@@ -631,14 +643,14 @@ def check_layouts(layouts: Sequence[LayerLayout], shape: AttentionShape) -> None
     """Check that layouts are of a model of that shape; raises CheckpointError, which names the layer."""
     for index, layout in enumerate(layouts):
         reader = Reader(f"config.json, layer {index}", CheckpointError, "The folder was edited; export it again.")
-        own = shape.layer(index)
-        if sorted(layout.kv_head_order) != list(range(own.num_kv_heads)):
-            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {own.num_kv_heads - 1} once")
-        if layout.rope_block is not None and not own.rotary_dim:
+        layer_shape = shape.layer(index)
+        if sorted(layout.kv_head_order) != list(range(layer_shape.num_kv_heads)):
+            raise reader.fail("KV heads", layout.kv_head_order, f"each of 0 to {layer_shape.num_kv_heads - 1} once")
+        if layout.rope_block is not None and not layer_shape.rotary_dim:
             raise reader.fail("rope_block", layout.rope_block, "none in a layer without RoPE")
         if shape.needs_exact and layout.exact is None:
             raise reader.fail("exact", None, f"tokens that are kept exactly: {shape.needs_exact}")
-        columns = layout.columns(own.head_dim)
+        columns = layout.columns(layer_shape.head_dim)
         for group in layout.groups:
             if max(latent.rank for latent in group.latents) > columns:
                 raise reader.fail("ranks", group.ranks_in_words, f"at most {columns}")

@@ -15,9 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal, get_args
 
 from ..errors import CheckpointError
-from .atomic import write_json
-from .hashes import file_sha256
-from .json_files import read_json
+from .files import file_sha256, read_json, write_json
 
 Kind = Literal["checkpoint", "run"]
 MANIFEST, UNFINISHED = "manifest.json", "unfinished.json"

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckpointError, UsageError
-from .atomic import sync, write_json
-from .json_files import read_json
+from .files import read_json, sync, write_json
 from .manifest import MARKERS, UNFINISHED, Kind, Manifest
 
 MINE = "Choose another folder, or remove it yourself."

@@ -97,7 +97,9 @@ def split_projections(family: Family, get: GetTensor, names: frozenset[str], sha
     for kind in ("weight", "bias"):
         if family.fused is None:
             of_values = "k" if family.keys_as_values and "v_proj.weight" not in names else "v"
-            stored = {p: f"{own}_proj.{kind}" for p, own in zip("qkv", ("q", "k", of_values), strict=True)}
+            stored = {
+                p: f"{stored_name}_proj.{kind}" for p, stored_name in zip("qkv", ("q", "k", of_values), strict=True)
+            }
             stored = {p: name for p, name in stored.items() if kind == "weight" or name in names}
             parts.update({f"{p}_{kind}": get(name) for p, name in stored.items()})
         elif kind == "weight" or f"{family.fused}.{kind}" in names:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import CheckpointError, UsageError
-from .atomic import sync
+from .files import sync
 from .output_folder import OutputFolder, mark_unfinished, remove, unmark
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from ..errors import CheckpointError, MissingError
 from .bases import FoldedBases
 from .families import Family, attention_shape, family_of
+from .files import file_sha256
 from .folding import rewrite
-from .hashes import file_sha256
 from .layout import AttentionShape, LayerLayout
 from .projections import GetTensor, read_attention
 from .schemas import SourceInfo
@@ -153,8 +153,10 @@ def open_rewritten(bases: Path, config: PreTrainedConfig, section: CompressedSec
     source, stored = _Opened(folder, sorted(section.source["shards"])), _Opened(bases.parent, [bases.name])
 
     def bases_of(layer: int) -> FoldedBases:
-        where, own = f"{bases}, layer {layer}", shape.layer(layer)
-        return FoldedBases.read(lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], own, where)
+        where, layer_shape = f"{bases}, layer {layer}", shape.layer(layer)
+        return FoldedBases.read(
+            lambda name: stored.unmapped_tensor(f"{layer}.{name}"), layouts[layer], layer_shape, where
+        )
 
     biases = frozenset(section.biases)
     return RewrittenTensors(

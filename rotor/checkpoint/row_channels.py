@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .rows import NIBBLE_BITS, SIGNED, WIDTHS, WORD_PLANES, CodedRow
+from .rows import NIBBLE_BITS, SIGNED, WIDTHS, WORD_NIBBLES, CodedRow
 
 if TYPE_CHECKING:
     from .layout import LayerLayout
@@ -108,10 +108,10 @@ def packed(channels: Channels, spots: Sequence[Spot], width: int) -> Bytes:
         count = row.rank + row.scaled
         slots, used = _slots_of(channels.codes[taken : taken + count], channels.low[low_taken:], row)
         taken, low_taken = taken + count, low_taken + used
-        planes = slots.reshape(WORD_PLANES, row.words, tokens)
+        lanes = slots.reshape(WORD_NIBBLES, row.words, tokens)
         words = lines[first : first + row.row_bytes()].reshape(row.words, 2, tokens)
-        words[:, 0] = planes[0] | planes[1] << 4
-        words[:, 1] = planes[2] | planes[3] << 4
+        words[:, 0] = lanes[0] | lanes[1] << 4
+        words[:, 1] = lanes[2] | lanes[3] << 4
     return _transposed(lines)
 
 
@@ -124,7 +124,7 @@ def _crumbs(slots: Bytes, row: CodedRow) -> Bytes:
 
 def _slots_of(codes: Bytes, low: Bytes, row: CodedRow) -> tuple[Bytes, int]:
     """The slots of a row, and how many lines of `low` they took."""
-    slots = np.full((WORD_PLANES * row.words, codes.shape[1]), SIGNED, np.uint8)
+    slots = np.full((WORD_NIBBLES * row.words, codes.shape[1]), SIGNED, np.uint8)
     slots[: row.scaled] = codes[: row.scaled]
     place = start = int(row.scaled)
     used, crumbs = 0, []

@@ -7,7 +7,8 @@ none: rows as they are.
 fast: codes by channel, the tokens of each side by side, and zstandard's Huffman code over them.
 small: the same of the differences, modulo their levels, between codes and their predictions (`row_prediction`).
 
-Numbers (rows of numbers, exact tokens) are cut into planes of bytes: their signs and exponents are alike.
+Of numbers (rows of numbers, exact tokens) first the first bytes of all are packed, then the second: signs and exponents
+are alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, UsageError
-from ..installing import pip_install
+from ..versions import pip_install
 from .row_channels import DAMAGED, Bytes, Channels, Spot, Widths, apart, packed, side_by_side, unpacked
 from .row_prediction import LayerCodes, Prediction, differences, fitted, highest
 from .rows import Level
@@ -176,7 +177,7 @@ def _whole(tokens: int) -> int:
 
 
 def pack_numbers(numbers: Bytes, zstandard: Zstandard) -> bytes:
-    """Pack numbers, whose bytes are [numbers, bytes of one], plane by plane."""
+    """Pack numbers, whose bytes are [numbers, bytes of one], the first bytes of all, then the second."""
     return zstandard.pack(list(numbers.T))
 
 

@@ -13,9 +13,9 @@ the latent has for each column what a unit of it counts, and what means, halves 
 bias of o_proj. Kernels know nibbles and crumbs, not channels.
 
 The nibbles of a group's latent, channels most bits first and within a channel the highest first, fill the *slots* 0,
-1, ...; the cut ones fill the last slots. The number of slots is rounded up to a multiple of 16 (a plane, 8 bytes), and
+1, ...; the cut ones fill the last slots. The number of slots is rounded up to a multiple of 16 (a unit, 8 bytes), and
 an empty slot between both holds the nibble 8. With W = slots / 4 little-endian 16-bit words, nibble j (bits 4 j to
-4 j + 3) of word w is slot j W + w: one shift and one mask take a plane's nibbles out of the words, side by side, and
+4 j + 3) of word w is slot j W + w: one shift and one mask take *lane* j, the nibbles j of all words, side by side, and
 nothing is interleaved. The lower crumbs of the last W slots are read as columns 4 W to 5 W - 1, those of the W slots
 before them as the next W, as far as slots are cut (`split`). `unpack` below, `kernels.decode.operands` and
 `kernels.expand` read rows in this order, `pack` and `kernels.quantise.packed` write them.
@@ -45,15 +45,15 @@ WIDTHS = (16, 12, 8, 6, 4, 2)
 
 NIBBLE_BITS = 4
 CRUMB_BITS = 2
-PLANE = 16
+UNIT_NIBBLES = 16
 """Nibbles by which a row grows: 8 bytes."""
 
-WORD_PLANES = 4
+WORD_NIBBLES = 4
 """Nibbles of a word."""
 
 WORD_BYTES = 2
 
-PLANE_WORDS = PLANE // WORD_PLANES
+UNIT_WORDS = UNIT_NIBBLES // WORD_NIBBLES
 """Words by which a row grows."""
 
 SIGNED = 8
@@ -106,11 +106,11 @@ class RowScale(NamedTuple):
 class CodedRow:
     """A row of codes: how many channels it has at each of WIDTHS.
 
-    split: planes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
+    split: lanes of nibbles that attention reads a second time for their lower crumbs; at least those that are cut.
     scaled: the first slot holds the scale of the row.
 
     Raises:
-        CheckpointError: a count is negative; there is no channel; more planes are split than there are.
+        CheckpointError: a count is negative; there is no channel; more lanes are split than there are.
     """
 
     n16: int = 0
@@ -127,8 +127,8 @@ class CodedRow:
             raise CheckpointError(f"a latent of {self.counts} channels at {WIDTHS} bits: expected some.", EDITED)
         cut = -(-(self.n6 + self.n2) // 2)
         object.__setattr__(self, "split", max(self.split, -(-cut // self.words)))
-        if self.split > WORD_PLANES:
-            raise CheckpointError(f"{self.split} planes are split: expected at most {WORD_PLANES}.", EDITED)
+        if self.split > WORD_NIBBLES:
+            raise CheckpointError(f"{self.split} nibbles of a word are split: expected at most {WORD_NIBBLES}.", EDITED)
 
     @classmethod
     def of_bits(cls, bits: Sequence[int], scaled: bool = False) -> CodedRow:
@@ -137,7 +137,7 @@ class CodedRow:
         return cls(n16, n12, n8, n6, n4, n2, scaled=scaled)
 
     coded = True
-    planes = WORD_PLANES
+    word_nibbles = WORD_NIBBLES
     """Nibbles of a word."""
 
     @cached_property
@@ -145,23 +145,23 @@ class CodedRow:
         """Channels of each width, in the order of WIDTHS."""
         return tuple(getattr(self, f"n{bits}") for bits in WIDTHS)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Number of channels: what a projection into the latent puts out."""
         return sum(self.counts)
 
     @cached_property
     def words(self) -> int:
-        """Words of 16 bits in a row: whole planes."""
+        """Words of 16 bits in a row: whole units."""
         bits = sum(bits * count for bits, count in zip(WIDTHS, self.counts, strict=True)) + NIBBLE_BITS * self.scaled
-        return PLANE_WORDS * -(-bits // (PLANE * NIBBLE_BITS))
+        return UNIT_WORDS * -(-bits // (UNIT_NIBBLES * NIBBLE_BITS))
 
-    @property
+    @cached_property
     def operands(self) -> int:
         """Count of numbers that attention reads out of a word: its nibbles, and the lower crumbs of split ones."""
-        return WORD_PLANES + self.split
+        return WORD_NIBBLES + self.split
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Columns of the basis that reads a row."""
         return self.operands * self.words
@@ -182,7 +182,7 @@ class CodedRow:
             for channel, bits in enumerate(self.bits)
             for bit in range(bits - NIBBLE_BITS, -1, -NIBBLE_BITS)
         ]
-        return (*whole, *[()] * (WORD_PLANES * self.words - len(whole) - len(cut)), *cut)
+        return (*whole, *[()] * (WORD_NIBBLES * self.words - len(whole) - len(cut)), *cut)
 
     @cached_property
     def columns(self) -> tuple[dict[int, float], ...]:
@@ -193,8 +193,8 @@ class CodedRow:
             channels = [digit for digit in digits[:1] if digit.channel != SCALE]
             nibbles.append({digit.channel: 0.25 if cut else 2.0**digit.bit for digit in channels})
             crumbs.append({digits[0].channel: -0.25, digits[1].channel: 1.0} if len(digits) > 1 else {})
-        planes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_PLANES))]
-        return tuple(nibbles + [column for plane in planes[: self.split] for column in plane])
+        lanes = [crumbs[i * self.words : (i + 1) * self.words] for i in reversed(range(WORD_NIBBLES))]
+        return tuple(nibbles + [column for lane in lanes[: self.split] for column in lane])
 
     @property
     def word_operands(self) -> int:
@@ -261,8 +261,8 @@ class CodedRow:
         if slots.crumb is not None:
             first = slots.first
             nibbles[..., first:] = nibbles[..., first:] << 2 | codes[..., slots.crumb].bitwise_and_(3)
-        planes = nibbles.unflatten(-1, (WORD_PLANES, -1))
-        low, high = (planes[..., byte, :] | planes[..., byte + 1, :] << 4 for byte in (0, 2))
+        lanes = nibbles.unflatten(-1, (WORD_NIBBLES, -1))
+        low, high = (lanes[..., byte, :] | lanes[..., byte + 1, :] << 4 for byte in (0, 2))
         return torch.stack([low, high], dim=-1).to(torch.uint8).flatten(-2)
 
     def unpack_codes(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -270,7 +270,7 @@ class CodedRow:
         import torch
 
         words = rows.contiguous().view(torch.int16).to(torch.int32)
-        nibbles = torch.cat([words >> 4 * plane & 15 for plane in range(WORD_PLANES)], dim=-1)
+        nibbles = torch.cat([words >> 4 * lane & 15 for lane in range(WORD_NIBBLES)], dim=-1)
         codes = nibbles.new_zeros(*rows.shape[:-1], self.rank)
         for slot, digits in enumerate(self.slots):
             nibble = nibbles[..., slot]
@@ -284,18 +284,16 @@ class CodedRow:
     def unpack(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Unpack rows, [..., bytes] uint8, to what attention multiplies with, [..., width].
 
-        That is nibbles and the crumbs of split planes, less 8; of a scaled row times its scale, which stands in its own
+        That is nibbles and the crumbs of split lanes, less 8; of a scaled row times its scale, which stands in its own
         place.
         """
         import torch
 
         words = rows.contiguous().view(torch.int16)
         signed = words ^ SIGN_BITS  # a nibble less 8 in two's complement
-        planes = [signed << 12 - 4 * plane >> 12 for plane in range(WORD_PLANES)]
-        planes += [
-            (words >> 4 * plane & 3) - SIGNED for plane in reversed(range(WORD_PLANES - self.split, WORD_PLANES))
-        ]
-        operands = torch.cat(planes, dim=-1)
+        lanes = [signed << 12 - 4 * lane >> 12 for lane in range(WORD_NIBBLES)]
+        lanes += [(words >> 4 * lane & 3) - SIGNED for lane in reversed(range(WORD_NIBBLES - self.split, WORD_NIBBLES))]
+        operands = torch.cat(lanes, dim=-1)
         if not self.scaled:
             return operands.to(dtype)
         operands = operands.to(torch.promote_types(dtype, torch.float32))
@@ -322,7 +320,7 @@ class NumberRow:
 
     coded = False
     scaled = False
-    planes = 1
+    word_nibbles = 1
     operands = 1
     word_operands = 0
 
@@ -391,7 +389,7 @@ AnyRow = TypeVar("AnyRow", bound=Row)
 
 
 def read_alike(rows: Sequence[AnyRow]) -> list[AnyRow]:
-    """Give all rows of a layer as many split planes: one kernel reads them all."""
+    """Give all rows of a layer as many split lanes: one kernel reads them all."""
     most = max((row.split for row in rows if isinstance(row, CodedRow)), default=0)
     return [replace(row, split=most) if isinstance(row, CodedRow) else row for row in rows]
 
@@ -469,8 +467,8 @@ def _slots_of(row: CodedRow, device: torch.device) -> _Slots:
     highest = [digits[0] if digits else Digit(row.rank, 0, NIBBLE_BITS) for digits in row.slots]
     highest = [digit._replace(channel=row.rank + 2) if digit.channel == SCALE else digit for digit in highest]
     digits = torch.tensor([(digit.channel, digit.bit, 2**digit.bits - 1) for digit in highest], device=device)
-    cut = [own for own in row.slots if own and own[0].bits < NIBBLE_BITS]
-    crumb = [own[1].channel if len(own) > 1 else row.rank + 1 for own in cut]
+    cut = [slot for slot in row.slots if slot and slot[0].bits < NIBBLE_BITS]
+    crumb = [slot[1].channel if len(slot) > 1 else row.rank + 1 for slot in cut]
     channel, bit, mask = digits.unbind(1)
     lower = torch.tensor(crumb, device=device) if crumb else None
     return _Slots(half, channel, bit.int(), mask.int(), len(highest) - len(cut), lower)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..checked import JsonObject, Reader, joined, shorten
 from ..errors import CheckpointError
-from ..installing import PACKAGE
+from ..versions import PACKAGE
 from .layout import AttentionShape, LayerLayout, check_layouts
 from .rows import EDITED
 from .schemas import FORMAT_VERSION, MADE_ANEW, SourceInfo

@@ -83,8 +83,8 @@ class CacheSize:
             before, after = self._rows(tokens)
             return after + self.exact_bytes(tokens) < before
 
-        found = bisect_left(range(1, most + 1), True, key=smaller) + 1
-        return found if found <= most else None
+        least = bisect_left(range(1, most + 1), True, key=smaller) + 1
+        return least if least <= most else None
 
     def exact_bytes(self, tokens: int) -> int:
         """Bytes of what a sequence of so many tokens keeps exactly."""
@@ -114,7 +114,7 @@ def kv_bytes_per_token(layouts: Sequence[LayerLayout], element_bytes: int) -> in
 
 def uncompressed_row_bytes(shape: AttentionShape, element_bytes: int) -> list[int]:
     """Bytes of a token's uncompressed keys and values in each layer."""
-    return [element_bytes * 2 * own.kv_width for own in shape.layers]
+    return [element_bytes * 2 * layer_shape.kv_width for layer_shape in shape.layers]
 
 
 def uncompressed_kv_bytes_per_token(shape: AttentionShape, element_bytes: int) -> int:
@@ -128,7 +128,7 @@ def kv_bytes_of_sequence(row_bytes: Sequence[int], shape: AttentionShape, tokens
     Args:
         row_bytes: of a token in each layer.
     """
-    return sum(own * held for own, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
+    return sum(size * held for size, held in zip(row_bytes, shape.held_tokens(tokens), strict=True))
 
 
 def exact_bytes_of_sequence(
@@ -141,7 +141,7 @@ def exact_bytes_of_sequence(
     """
     windows = shape.windows or [None] * shape.num_layers
     layers = zip(exact, windows, uncompressed_row_bytes(shape, element_bytes), strict=True)
-    return sum(own.within(window).slots_of(tokens) * row for own, window, row in layers if own is not None)
+    return sum(kept.within(window).slots_of(tokens) * row for kept, window, row in layers if kept is not None)
 
 
 def uncompressed_kv_bytes_of_sequence(shape: AttentionShape, element_bytes: int, tokens: int) -> int:

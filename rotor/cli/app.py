@@ -14,9 +14,8 @@ import typer
 import typer.core
 
 from ..errors import Interrupted, MissingError, UsageError
-from ..installing import documentation
 from ..options import MAX_NUMBER
-from ..versions import __version__
+from ..versions import __version__, documentation
 from .console import stdout
 from .options import with_options
 
@@ -48,7 +47,7 @@ def _in_two_lines() -> Iterator[None]:
         command = error.ctx.command_path if error.ctx else "rotor"
         message = " ".join(error.format_message().split()).removesuffix(".")
         hint = f"`{command} --help` has an example."
-        percentages = [found for text in sys.argv if (found := re.search(r"^(?:--\S+=)?(\d+(?:\.\d+)?)%$", text))]
+        percentages = [match for text in sys.argv if (match := re.search(r"^(?:--\S+=)?(\d+(?:\.\d+)?)%$", text))]
         if percentages and "number" in message:
             hint = f"Did you mean {float(percentages[0][1]) / 100:g}?"
         raise UsageError(f"{message[:1].lower()}{message[1:]}.", hint) from None

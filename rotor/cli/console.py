@@ -15,7 +15,7 @@ from rich.progress import Progress as RichProgress
 from rich.table import Table
 from rich.text import Text
 
-from ..checkpoint.json_files import json_text
+from ..checkpoint.files import json_text
 from ..logs import is_first_process, log, printable
 from ..progress import Advance, Progress, in_time
 

@@ -155,7 +155,7 @@ def inspect(request: InspectionRequest, output: Json, layouts: bool = False) -> 
 
     check_name(str(request.model), request.revision)
 
-    from ..calibration.planning.inspection import run_inspection
+    from ..tools.inspection import run_inspection
     from .plans import print_inspection
 
     inspection = run_inspection(request)
@@ -204,7 +204,7 @@ def _policy_beside(recipe: str) -> str:
 
 
 def _print_recipes(bundled: dict[str, Recipe]) -> None:
-    from ..checkpoint.yaml_files import read_yaml
+    from ..checkpoint.files import read_yaml
     from ..recipe.sections import NAMES
 
     for name, recipe in bundled.items():

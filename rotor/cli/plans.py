@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..calibration.planning.inspection import REMOVED, SHARE_OF_PEAK
 from ..calibration.prediction.decode_times import too_wide
 from ..progress import in_bytes, in_time
+from ..tools.inspection import REMOVED, SHARE_OF_PEAK
 from .console import print_pairs, print_table, say
 
 if TYPE_CHECKING:
-    from ..calibration.planning.inspection import Inspection, ResourceEstimate
+    from ..tools.inspection import Inspection, ResourceEstimate
 
 
 SHORT_S = 10

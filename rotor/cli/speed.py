@@ -27,9 +27,8 @@ def compile_kernels(folder: Path, output: OutputOptions, arch: str = "sm_90") ->
     """
     check_folder(folder)
 
-    from ..tools.bench.precompile import compile_layers, parse_archs
+    from ..tools.bench.precompile import compile_layers, parse_archs, subjects_of
     from ..tools.bench.records import provenance
-    from ..tools.bench.subjects import subjects_of
 
     archs = parse_archs(arch)
     progress = output.progress()

@@ -83,9 +83,9 @@ def _message(message: object) -> JsonObject | str:
 
 def _with_arguments(call: JsonObject) -> JsonObject:
     function = call.get("function")
-    own = function if isinstance(function, dict) else call
-    own = {**own, "arguments": _parsed(own.get("arguments"))} if "arguments" in own else own
-    return {**call, "function": own} if isinstance(function, dict) else own
+    named = function if isinstance(function, dict) else call
+    named = {**named, "arguments": _parsed(named.get("arguments"))} if "arguments" in named else named
+    return {**call, "function": named} if isinstance(function, dict) else named
 
 
 def _parsed(value: Any) -> Any:
@@ -147,6 +147,6 @@ def between_turns(folder: Path) -> str | None:
     (text,) = as_chats(folder, json.dumps([{"messages": messages, "tools": None}])).get("texts", [None])
     if text is None:
         return None
-    before, found, rest = text.partition(said[1])
+    before, separator, rest = text.partition(said[1])
     between, found_last, _ = rest.partition(said[2])
-    return between if said[0] in before and found and found_last else None
+    return between if said[0] in before and separator and found_last else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.families import attention_shape
-from ..checkpoint.file_names import KERNEL_CONFIG, ROTOR_JSON
+from ..checkpoint.files import KERNEL_CONFIG, ROTOR_JSON
 from ..checkpoint.kernel_config import KernelConfig
 from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.rewritten import BASES, RewrittenTensors, find_source, open_rewritten

@@ -17,17 +17,15 @@ from ..checkpoint.layout import ExactTokens, LayerRanks
 from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
 from ..errors import RecipeError
-from ..models.device_plan import DevicePlan
-from ..models.layerwise import LayerwiseModel
-from ..models.source import Checkpoint
 from ..numerics import check_parameters
 from ..runtime.integration import replace_attention
+from .hardware import DevicePlan
+from .layerwise import LayerwiseModel
+from .memory import EVALUATION_TOKENS
+from .source import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-EVALUATION_TOKENS = (2048, 16384)
-"""Tokens that go through a layer together when accuracy is measured, on a CPU and on a GPU."""
 
 
 class CompressibleModel(LayerwiseModel):
@@ -52,7 +50,7 @@ class CompressibleModel(LayerwiseModel):
     ) -> None:
         find_family(checkpoint.config)  # raises on what is not supported
         source = devices.weights(checkpoint)
-        super().__init__(source, EVALUATION_TOKENS[devices.device.type == "cuda"], workspace)
+        super().__init__(source, EVALUATION_TOKENS[devices.device.type], workspace)
         self.checkpoint = checkpoint
         self._rewrite_dtype = rewrite_dtype
         self._attention_implementation = self.config._attn_implementation
@@ -116,8 +114,8 @@ class CompressibleModel(LayerwiseModel):
         with super().layer(index) as layer, ExitStack() as compressed:
             if self._compressed is not None:
                 bases, ranks, exact = self._compressed
-                for own in self.layers_at(index):
-                    compressed.enter_context(self.compressed_layer(own, bases[own], ranks[own], exact))
+                for place in self.layers_at(index):
+                    compressed.enter_context(self.compressed_layer(place, bases[place], ranks[place], exact))
             yield layer
 
     @contextmanager

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..checked import JsonObject
 from ..errors import DataError, MissingError
-from ..installing import pip_install
 from ..logs import log
 from ..recipe.sections import Tokens
+from ..versions import pip_install
 from .chats import read_chat, render
 from .tokenizer import encode
 

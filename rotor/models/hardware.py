@@ -1,16 +1,23 @@
-"""Choose the device and dtype of a forward pass from the user's options, and time a matrix product there."""
+"""Where forward passes of a model run: device, dtype, residence of weights, threads, and the rate of a product."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UsageError
-from ..options import DeviceOptions
+from ..options import DeviceOptions, MemoryOptions
+from .memory import Estimates, stream_weights
+from .source import Checkpoint
+
+if TYPE_CHECKING:
+    from .weights import Weights
 
 TIMED_MATRIX_SIZE = 512
 """Rows and columns of the matrices whose product is timed."""
@@ -29,6 +36,41 @@ BYTES_PER_THREAD = 1 << 25
 
 DEFAULT_THREADS = torch.get_num_threads()
 """Threads that torch chose at its start."""
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """Device and dtype of forward passes, and whether weights are read layer by layer."""
+
+    device: torch.device
+    dtype: torch.dtype
+    streamed: bool = False
+
+    @classmethod
+    def choose(cls, options: DeviceOptions, checkpoint_dtype: torch.dtype, averaged: bool = False) -> DevicePlan:
+        """The device and dtype that the user named; weights stay in memory unless they are always to be read.
+
+        Args:
+            averaged: means over many tokens are computed; see `pick_dtype`.
+        Raises:
+            UsageError: the device is not there.
+        """
+        device = pick_device(options.device)
+        streamed = isinstance(options, MemoryOptions) and options.offload == "always"
+        return cls(device, pick_dtype(options.dtype, checkpoint_dtype, device, averaged), streamed)
+
+    def within_memory(
+        self, offload: str, estimates: Estimates, whole: tuple[str, str] | None = None
+    ) -> tuple[DevicePlan, str]:
+        """The same with weights in memory where they fit, and one line with the estimate; see `stream_weights`."""
+        streamed, line = stream_weights(offload, estimates, self.device, whole)
+        return replace(self, streamed=streamed), line
+
+    def weights(self, checkpoint: Checkpoint) -> Weights:
+        """Open a checkpoint's weights there."""
+        from .loading import weights_of  # imports the models of transformers
+
+        return weights_of(checkpoint, self.device, self.dtype, self.streamed)
 
 
 def fit_threads(weight_bytes: int) -> None:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import read_json
 from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, MissingError, RotorError, UnsupportedModelError, UsageError
 

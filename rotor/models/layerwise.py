@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.families import Family, attention_shape, family_of
+from ..checkpoint.layout import AttentionShape
 from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
@@ -29,10 +30,11 @@ from ..progress import Advance
 from ..runtime.decoded import decoding
 from .hardware import fast_products
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
-from .weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from .weights import Weights
 
 STATES_IN_MEMORY_BYTES = 256 << 20
 """Hidden states up to this size are kept in memory, larger ones in a memory-mapped file."""
@@ -67,6 +69,8 @@ class LayerwiseModel:
     @classmethod
     def of(cls, model: PreTrainedModel, batch_tokens: int = 2048) -> LayerwiseModel:
         """Wrap a model whose weights are all in memory."""
+        from .weights import Weights  # imports the models of transformers
+
         return cls(Weights(model), batch_tokens)
 
     def states_like(self, sequences: Tensor) -> Tensor:
@@ -277,6 +281,30 @@ def new_states(
         except OSError as error:
             raise CheckpointError(f"{path}: {error.strerror}; {size / 1e9:.2f} GB needed.", "Free space.") from error
     return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).reshape(shape)
+
+
+def activation_bytes(
+    shape: AttentionShape, config: PreTrainedConfig, tokens: int, element_bytes: int, copied: int = 0
+) -> int:
+    """Memory of one layer's forward pass over `tokens` tokens.
+
+    Args:
+        shape: of the layer. config: of the language model.
+        copied: numbers of each token that attention has beside queries, keys, values, their copies, and outputs.
+    """
+    attention = 2 * (shape.query_width + 2 * shape.kv_width) + shape.query_width + copied
+    numbers = 4 * shape.hidden_size + max(attention, 3 * _feed_forward_width(config))
+    return tokens * numbers * element_bytes
+
+
+def _feed_forward_width(config: PreTrainedConfig) -> int:
+    """Width of a layer's feed-forward part for one token, or the widths of its experts together."""
+    widths = (getattr(config, name, None) for name in ("intermediate_size", "n_inner", "ffn_dim"))
+    dense = next((int(width) for width in widths if width), 4 * int(config.hidden_size))
+    experts = getattr(config, "num_experts_per_tok", None) or 0
+    expert_width = getattr(config, "moe_intermediate_size", None) or dense
+    shared = getattr(config, "shared_expert_intermediate_size", None) or 0
+    return max(dense, experts * expert_width + shared if experts else 0)
 
 
 def logit_batches(network: LayerwiseModel, sequences: Tensor) -> Iterator[tuple[slice, slice]]:

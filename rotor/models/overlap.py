@@ -31,15 +31,15 @@ def runs_of(text: str) -> frozenset[int]:
     """Hashes of the runs of words that a text is compared by."""
     words = text.split()
     begins: dict[str, bool] = {}
-    found = set()
+    hashes = set()
     for index in range(len(words) - RUN_WORDS + 1):
         word = words[index]
         begin = begins.get(word)
         if begin is None:
             begin = begins[word] = crc32(word.encode("utf-8", "surrogatepass")) % ONE_IN == 0
         if begin:
-            found.add(crc32(" ".join(words[index : index + RUN_WORDS]).encode("utf-8", "surrogatepass")))
-    return frozenset(found)
+            hashes.add(crc32(" ".join(words[index : index + RUN_WORDS]).encode("utf-8", "surrogatepass")))
+    return frozenset(hashes)
 
 
 def overlapping(texts: Sequence[str]) -> list[int]:
@@ -58,18 +58,18 @@ def overlapping(texts: Sequence[str]) -> list[int]:
         return index
 
     holders: dict[int, list[int]] = {}
-    for index, own in enumerate(runs):
-        if len(own) < LEAST_RUNS:
+    for index, text_runs in enumerate(runs):
+        if len(text_runs) < LEAST_RUNS:
             continue
         common: dict[int, int] = {}
-        for run in own:
+        for run in text_runs:
             for other in holders.get(run, ()):
                 common[other] = common.get(other, 0) + 1
         for other, count in common.items():
-            if count >= LEAST_SHARE * min(len(own), len(runs[other])):
+            if count >= LEAST_SHARE * min(len(text_runs), len(runs[other])):
                 low, high = sorted((root(index), root(other)))
                 first[high] = low
-        for run in own:
+        for run in text_runs:
             of_run = holders.setdefault(run, [])
             if len(of_run) < MOST_HOLDERS:
                 of_run.append(index)

@@ -8,8 +8,7 @@ from ..errors import DataError
 from ..recipe.recipe import Recipe
 from ..recipe.sections import Evaluation
 from .documents import require_datasets, require_tokenizer
-from .lengths import bounded_seq_len
-from .sequences import text_sequences
+from .sequences import bounded_seq_len, text_sequences
 from .splits import (
     SPLITS,
     calibration_share,

@@ -1,4 +1,4 @@
-"""Text as token sequences of equal length: documents are joined and cut, and evenly spaced sequences are taken.
+"""Lengths of sequences, and text as sequences of one length: documents are joined and cut, some are taken evenly.
 
 Every sequence begins as the model is served: with the tokens that its tokenizer puts before a text (see `text_start`).
 """
@@ -11,12 +11,35 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import DataError
+from ..errors import DataError, UsageError
 from .documents import require_tokenizer
 from .tokenizer import encode, text_start
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+
+LONG_CONTEXT = 32768
+"""Tokens of a sequence whose cache is counted if no --context is given."""
+
+
+def context_tokens(config: PreTrainedConfig, asked: int | None = None) -> int:
+    """Tokens of a served sequence: as asked for, else the model's longest sequence, at most LONG_CONTEXT.
+
+    Raises:
+        UsageError: more tokens are asked for than the model has positions.
+    """
+    if asked is not None and bounded_seq_len(asked, config) < asked:
+        longest = bounded_seq_len(asked, config)
+        raise UsageError(
+            f"--context {asked}: the model's longest sequence has {longest} tokens.", f"Give at most {longest}."
+        )
+    return asked or bounded_seq_len(LONG_CONTEXT, config)
+
+
+def bounded_seq_len(seq_len: int, config: PreTrainedConfig) -> int:
+    """Bound `seq_len` by the model's positions."""
+    return min(seq_len, getattr(config.get_text_config(), "max_position_embeddings", None) or seq_len)
 
 
 def separator_token(tokenizer: PreTrainedTokenizerBase | None) -> int | None:
@@ -55,9 +78,11 @@ def sequences_by_document(
     start = text_start(tokenizer)[: seq_len - 1]
     ids, ends = list[int](), list[int]()
     for text in documents:
-        own = encode(tokenizer, text)
-        ids += [] if separator is None or own[:1] == [separator] else [separator]  # a rendered chat may have its BOS
-        ids += own
+        encoded = encode(tokenizer, text)
+        ids += (
+            [] if separator is None or encoded[:1] == [separator] else [separator]
+        )  # a rendered chat may have its BOS
+        ids += encoded
         ends.append(len(ids))
         if most is not None and len(ids) >= most * seq_len:
             break

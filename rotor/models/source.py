@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +16,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig
 
 from ..checked import nearest_name, shorten
-from ..checkpoint.file_names import INFO
-from ..checkpoint.hashes import file_sha256
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import INFO, file_sha256, read_json
 from ..errors import CheckpointError, MissingError, NumericsError, RotorError, UnsupportedModelError, UsageError
 from ..numerics import is_finite
-from .sidecars import sidecars
 from .source_config import check_config
 from .tokenizer import load_tokenizer
 
@@ -36,6 +35,20 @@ FROM_GGUF = (
 )
 CHANGED = " changed since calibration"
 """End of what `Checkpoint.changes` says of a file whose content is another."""
+
+SIDECAR_NAMES = re.compile(
+    r"tokenizer(_config)?\.json|tokenizer\.model(\.v\d+)?|tekken\.json|[\w.-]*\.tiktoken"
+    r"|vocab\.(json|txt|bpe)|merges\.txt|bpe\.codes|encoder\.json"
+    r"|(spiece|sentencepiece(\.bpe)?)\.model"
+    r"|special_tokens_map\.json|added_tokens\.json"
+    r"|generation_config\.json|chat_template\.(json|jinja)"
+    r"|((image_|video_|audio_)?(pre)?processor_config|processor_config)\.json"
+    r"|(LICEN[SC]E|NOTICE|COPYING|COPYRIGHT|USE_POLICY|AUTHORS)([_-][\w-]+)?(\.(txt|md|rst|pdf))?",
+    re.IGNORECASE,
+)
+"""Files beside the weights that belong to a model: tokenizer, templates, generation settings, licence. Only these are
+copied into a checkpoint, so that no key, backup or second copy of the weights that happens to lie in the folder is
+published with it."""
 
 OTHER_FORMATS = {
     "adapter_config.json": ("a LoRA adapter, not a whole model", "Give its base model merged (merge_and_unload)."),
@@ -294,3 +307,23 @@ def one_line(error: BaseException) -> str:
     """Text of an error as part of a message: on one line, bounded, and without the hint of rotor's errors."""
     text = error.message if isinstance(error, RotorError) else " ".join(str(error).split()) or repr(error)
     return text if len(text) <= 300 else text[:297] + "..."
+
+
+def sidecars(folder: Path) -> list[str]:
+    """Names of a model's files to copy unchanged, relative to its folder, sorted.
+
+    Links within the folder and into the folder of config.json (the hub's cache) are followed.
+
+    Raises:
+        CheckpointError: a link is broken or leads out of the model.
+    """
+    files = (path.name for path in folder.iterdir() if path.is_file() or path.is_symlink())
+    names = sorted(name for name in files if SIDECAR_NAMES.fullmatch(name))
+    here = folder.resolve()
+    allowed = {here, (folder / "config.json").resolve().parent}
+    for path in (folder / name for name in names):
+        target = Path(os.path.realpath(path))
+        if not target.is_file() or not allowed & set(target.parents):
+            problem = "outside of the model" if target.is_file() else "where there is no file"
+            raise CheckpointError(f"{path}: is a link to {target}, {problem}.", "Put a copy of the file in its place.")
+    return names

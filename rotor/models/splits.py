@@ -19,9 +19,8 @@ from torch import Tensor
 from ..errors import DataError
 from ..recipe.sections import Evaluation
 from .documents import read_documents, stdlib_documents
-from .lengths import bounded_seq_len
 from .overlap import overlapping
-from .sequences import evenly_spaced, text_sequences
+from .sequences import bounded_seq_len, evenly_spaced, text_sequences
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -140,14 +139,14 @@ def evaluation_data(
     splits = {}
     for split in SPLITS:
         count = sequences_of_a_kind(getattr(spec, f"{split}_tokens"), seq_len, len(kinds))
-        found, filler = list[Tensor](), list[Tensor]()
+        measured, filler = list[Tensor](), list[Tensor]()
         for kind in kinds:
             what = f"evaluation, {split} split of {held_out.description}{f', {kind}' if len(kinds) > 1 else ''}"
             sequences = text_sequences(held_out.texts(split, kind), tokenizer, seq_len)
-            found.append(evenly_spaced(sequences, count, what))
+            measured.append(evenly_spaced(sequences, count, what))
             filler.append(sequences.flatten())
         names = tuple(kind for kind in kinds for _ in range(count)) if len(kinds) > 1 else ()
-        splits[split] = SplitText(torch.cat(found), torch.cat(filler), names)
+        splits[split] = SplitText(torch.cat(measured), torch.cat(filler), names)
     documents = {split: held_out.names[split] for split in SPLITS}
     return EvaluationData(splits, held_out.description, held_out.excluded, documents)
 
@@ -211,9 +210,9 @@ def read_kinds(paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase | None)
     """The documents of each of several texts by its name, with the names of their files; no document twice."""
     seen, texts = set[str](), dict[str, list[tuple[str, str]]]()
     for kind, path in kinds_of(paths).items():
-        found = {text: (text, name) for text, name in reversed(read_documents(path, tokenizer))}
-        texts[kind] = [pair for text, pair in reversed(found.items()) if text not in seen]
-        seen |= found.keys()
+        documents = {text: (text, name) for text, name in reversed(read_documents(path, tokenizer))}
+        texts[kind] = [pair for text, pair in reversed(documents.items()) if text not in seen]
+        seen |= documents.keys()
     return texts
 
 
@@ -253,13 +252,13 @@ def calibration_share(
     if spec.source != "text":  # a study may calibrate on the standard library too, but never measures such a run on it
         return whole
     dealt = held_out_documents(spec, tokenizer=tokenizer)
-    own = set(dealt.texts(CALIBRATION))
+    calibrated = set(dealt.texts(CALIBRATION))
     held = [text for split in SPLITS for text in dealt.texts(split)]
     share = {}
     for kind, documents in texts.items():
         parts = _units(kind, documents)
-        share[kind] = parts if {*held, *own} & {part.text for part in parts} else whole[kind]
-    others = list({unit.text for units in share.values() for unit in units} - {*own, *held})
+        share[kind] = parts if {*held, *calibrated} & {part.text for part in parts} else whole[kind]
+    others = list({unit.text for units in share.values() for unit in units} - {*calibrated, *held})
     sets = overlapping([*held, *others])
     taken = {*sets[: len(held)]}
     shared = {text for text, one in zip(others, sets[len(held) :], strict=True) if one in taken} | set(held)

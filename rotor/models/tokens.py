@@ -10,27 +10,32 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from ..checkpoint.layout import AttentionShape
+from ..checkpoint.sizes import uncompressed_kv_bytes_per_token
 from ..errors import DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance, Progress
 from ..recipe.sections import Evaluation, Tokens
 from .documents import dataset_documents
 from .hardware import fast_products
-from .lengths import bounded_seq_len
-from .memory import SAMPLING_TOKENS
-from .sequences import even_places, evenly_spaced, prompt_start, sequences_by_document
+from .memory import LOGIT_COPIES
+from .sequences import bounded_seq_len, even_places, evenly_spaced, prompt_start, sequences_by_document
 from .splits import Unit, calibration_share, read_kinds, sequences_of_a_kind
 from .tokenizer import check_ids, text_start
-from .weights import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from .weights import Weights
 
 MAX_SPAN_TOKENS = 32
 """Most tokens of a span that is repeated later in a sequence."""
 
 SPAN_REPEATS = 2
 """Number of times that a span is repeated."""
+
+SAMPLING_TOKENS = 32768
+"""Tokens in the cache at once while the model writes text. It is a constant so that the text depends on no option."""
 
 MODEL_WRITES = -1
 """Placeholder for a token that the model samples."""
@@ -232,6 +237,12 @@ def synthetic_tokens(
             written.append(torch.cat(tokens, dim=1).cpu())
             begun.keep(torch.cat(written), generator.get_state())
     return torch.cat(written)
+
+
+def writing_bytes(shape: AttentionShape, vocab_size: int, count: int, seq_len: int, element_bytes: int) -> int:
+    """Memory of `synthetic_tokens`: cache and logits of the sequences that are written together."""
+    sequence = uncompressed_kv_bytes_per_token(shape, element_bytes) * seq_len + 4 * LOGIT_COPIES * vocab_size
+    return min(count, max(1, SAMPLING_TOKENS // seq_len)) * sequence
 
 
 def with_repeats(sequences: Tensor, share: float, seed: int, vocabulary: Tensor, fixed: int = 0) -> Tensor:

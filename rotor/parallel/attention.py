@@ -18,7 +18,7 @@ from ..kernels.rotary import Rotation
 from ..runtime.rope import rows_of
 from ..runtime.steps import AttentionCall
 from .cache import Rows
-from .plan import token_runs
+from .launch import token_runs
 from .wire import Wire
 
 
@@ -59,14 +59,14 @@ def attend_by_rows(
     query, key, value, key_rotation = call.query, call.key, call.value, call.rotations.read
     order = torch.argsort(torch.cat(owned))
     shapes = [[(key.shape[0], 1, len(indices), rows.shape[-1]) for rows in (key, value)] for indices in owned]
-    found = wire.gather(f"rows of layer {call.layer_idx}", "rows", [key, value], shapes)
-    keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*found, strict=True))
+    gathered = wire.gather(f"rows of layer {call.layer_idx}", "rows", [key, value], shapes)
+    keys, values = (torch.cat(parts, dim=2)[:, :, order] for parts in zip(*gathered, strict=True))
     dim = 1 if query.dim() == 3 else 2
     outputs, begin = [], 0
     for run in token_runs(len(order), wire.count)[wire.rank]:
         rotation = None if key_rotation is None else rows_of(key_rotation, slice(run.stop))
-        own, rows = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
-        outputs.append(attention(own, *rows, call.parameters, rotation, mask_of(run)))
+        queries, rows = query.narrow(dim, begin, len(run)), (keys[:, :, : run.stop], values[:, :, : run.stop])
+        outputs.append(attention(queries, *rows, call.parameters, rotation, mask_of(run)))
         begin += len(run)
     return torch.cat(outputs, dim=1)
 
@@ -92,6 +92,6 @@ def attend_to_sharded_rows(
         log_sum = query.new_full((batch_size, seq_len, len(widths)), -torch.inf, dtype=wide)
     both = torch.cat([output, log_sum], dim=-1)
     shapes = [[tuple(both.shape)]] * wire.count
-    found = wire.gather(f"attention of layer {call.layer_idx}", "partial", [both], shapes)
-    outputs, log_sums = zip(*(part.split([sum(widths), len(widths)], dim=-1) for (part,) in found), strict=True)
+    gathered = wire.gather(f"attention of layer {call.layer_idx}", "partial", [both], shapes)
+    outputs, log_sums = zip(*(part.split([sum(widths), len(widths)], dim=-1) for (part,) in gathered), strict=True)
     return join(list(outputs), list(log_sums), widths)[0].to(query.dtype)

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..runtime.positions import check_positions
 from .attention import visible
 from .cache import ShardedLayer
-from .plan import own_indices
+from .launch import own_indices
 from .wire import Wire
 
 if TYPE_CHECKING:
@@ -145,11 +145,11 @@ def _agree(wire: Wire, inputs: Tensor, mask: Tensor | None, first: int) -> None:
         if tensor is not None:
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     number = int.from_bytes(digest.digest()[:8], "little", signed=True)
-    own = torch.tensor([*inputs.shape[:2], first, number], device=inputs.device)
-    found = wire.gather("comparing the inputs", "agreement", [own], [[tuple(own.shape)]] * wire.count)
-    for process, (other,) in enumerate(found):
-        if not torch.equal(other, found[0][0]):
-            (batch_size, tokens, index, _), of_first = other.tolist(), found[0][0].tolist()
+    agreed = torch.tensor([*inputs.shape[:2], first, number], device=inputs.device)
+    gathered = wire.gather("comparing the inputs", "agreement", [agreed], [[tuple(agreed.shape)]] * wire.count)
+    for process, (other,) in enumerate(gathered):
+        if not torch.equal(other, gathered[0][0]):
+            (batch_size, tokens, index, _), of_first = other.tolist(), gathered[0][0].tolist()
             raise UsageError(
                 f"process {process} was given {batch_size} x {tokens} tokens from index {index}, process 0 "
                 f"{of_first[0]} x {of_first[1]} from {of_first[2]}, or others: expected the same token ids and the "

@@ -87,9 +87,9 @@ def attend_by_heads(call: AttentionCall, wire: Wire, owned: Sequence[Tensor], ma
         [side[:, own.start : own.stop] for of, own in zip(sides, mine, strict=True) for side in of] for mine in held
     ]
     coming = [list(shapes_of(len(indices), wire.rank)) for indices in owned]
-    found = wire.exchange(f"heads of layer {call.layer_idx}", "heads", sent, coming)
+    received = wire.exchange(f"heads of layer {call.layer_idx}", "heads", sent, coming)
     order = torch.argsort(torch.cat(list(owned)))
-    whole = iter([torch.cat(of, dim=-2)[..., order, :] for of in zip(*found, strict=True)])
+    whole = iter([torch.cat(of, dim=-2)[..., order, :] for of in zip(*received, strict=True)])
     outputs = []
     for own in held[wire.rank]:
         queries, keys, *values = (next(whole) for _ in range(1 + layout.latents_per_group))

@@ -1,12 +1,17 @@
-"""Join the processes that torchrun started into a group."""
+"""The processes that torchrun started: joined into a group, and each with its tokens of a prompt.
+
+A process has two runs of tokens, one from either end, so that the causal mask leaves all the same amount of work.
+"""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..errors import RotorError, UsageError
 
@@ -33,11 +38,11 @@ def join_processes(device: str) -> str:
     rank, count, local_rank = map(int, values)
     backend = "gloo"
     if torch.cuda.is_available():
-        own = local_rank % torch.cuda.device_count()
-        torch.cuda.set_device(own)
+        gpu = local_rank % torch.cuda.device_count()
+        torch.cuda.set_device(gpu)
         backend = "cpu:gloo,cuda:nccl"
         if count > 1 and device in ("auto", "cuda"):
-            device = f"cuda:{own}"
+            device = f"cuda:{gpu}"
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
@@ -46,3 +51,19 @@ def join_processes(device: str) -> str:
             "Start them all with torchrun, on several machines with the same --rdzv-endpoint.",
         ) from error
     return device
+
+
+def token_runs(tokens: int, processes: int) -> list[list[range]]:
+    """The tokens of each process: one run from the beginning and one from the end, as even as can be.
+
+    Args:
+        tokens: at least two a process.
+    """
+    edges = [tokens * i // (2 * processes) for i in range(2 * processes + 1)]
+    runs = [range(start, end) for start, end in pairwise(edges)]
+    return [[runs[process], runs[-1 - process]] for process in range(processes)]
+
+
+def own_indices(tokens: int, processes: int, device: torch.device) -> list[Tensor]:
+    """Indices of each process's tokens of a prompt."""
+    return [torch.tensor([*head, *tail], device=device) for head, tail in token_runs(tokens, processes)]

@@ -89,9 +89,9 @@ class SequenceParallel(RowStore):
 
     def of_each(self, number: int) -> list[int]:
         """Collect a number from every process, such as the bytes of its part of a cache."""
-        own = torch.tensor([number], device=self.wire.device)
-        found = self.wire.gather("comparing", "agreement", [own], [[(1,)]] * self.wire.count)
-        return [int(number) for (number,) in found]
+        given = torch.tensor([number], device=self.wire.device)
+        gathered = self.wire.gather("comparing", "agreement", [given], [[(1,)]] * self.wire.count)
+        return [int(number) for (number,) in gathered]
 
     def row_store(self, cache: Cache | None, layer_idx: int) -> SequenceParallel:
         return self
@@ -160,8 +160,8 @@ class SequenceParallel(RowStore):
             owned = [kept[kept >= begin] for kept in now.stored]
             hidden = hidden[:, now.indices >= begin]
             shapes = [[(hidden.shape[0], len(indices), hidden.shape[2])] for indices in owned]
-            found = self.wire.gather("hidden states", "hidden", [hidden], shapes)
-            hidden = torch.cat([part for (part,) in found], dim=1)[:, torch.argsort(torch.cat(owned))]
+            gathered = self.wire.gather("hidden states", "hidden", [hidden], shapes)
+            hidden = torch.cat([part for (part,) in gathered], dim=1)[:, torch.argsort(torch.cat(owned))]
         if now.counts is not None:  # what the cache knows of its processes
             now.counts[:] = [count + len(kept) for count, kept in zip(now.counts, now.stored, strict=True)]
         if isinstance(output, tuple):

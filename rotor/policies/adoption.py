@@ -57,8 +57,8 @@ def use_cache_policy(model: PreTrainedModel, policy: Policy | str | None) -> Non
 
 def policy_of(model: PreTrainedModel) -> Policy | None:
     """The policy of a model, given by use_cache_policy or stored in its checkpoint; None without one."""
-    found = _attached.get(model)
-    return None if found is None else found.policy
+    attached = _attached.get(model)
+    return None if attached is None else attached.policy
 
 
 def attach_stored(model: PreTrainedModel, network: nn.Module, policy: Policy) -> None:

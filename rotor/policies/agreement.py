@@ -29,15 +29,15 @@ def agreement(model: PreTrainedModel, policy: Tiers, sequences: Tensor) -> Tenso
         [layers, layers] float64, common tokens over the more of both, in the mean over sequences.
     """
     whole = replace(policy, shared_with=(), **dict.fromkeys(RATIOS, 0.0))  # type: ignore[arg-type]
-    found = []
+    agreements = []
     with cache_policy(model, whole):
         for sequence in sequences[:AGREEMENT_SEQUENCES].split(1):
             cache = DynamicCache(config=model.config)
             model(input_ids=sequence.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
             layers: list[Any] = list(cache.layers)
             chosen = torch.stack([layer.sequences[0].important for layer in layers]).double().cpu()
-            found.append(in_common(chosen))
-    return torch.stack(found).mean(0)
+            agreements.append(in_common(chosen))
+    return torch.stack(agreements).mean(0)
 
 
 def in_common(chosen: Tensor) -> Tensor:

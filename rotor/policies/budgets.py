@@ -91,7 +91,7 @@ class SqueezeBudgets:
         rows = torch.stack([cosine.cpu() for cosine in self._cosines], dim=1).tolist()
         shares = [squeeze_shares(row, self._p) for row in rows]
         self.done = True
-        for layer, own in zip(self._layers, zip(*shares, strict=True), strict=True):
-            for sequence, share in zip(layer.sequences, own, strict=True):
+        for layer, layer_shares in zip(self._layers, zip(*shares, strict=True), strict=True):
+            for sequence, share in zip(layer.sequences, layer_shares, strict=True):
                 sequence.budget = sequence.budget and max(1, round(sequence.budget * share))
             layer.evict()

@@ -80,12 +80,12 @@ class Eviction(Policy):
         return self.squeeze is not None
 
     def layers(self, count: int) -> list[PolicyLayer]:
-        found = [EvictingLayer(self, index) for index in range(count)]
+        layers = [EvictingLayer(self, index) for index in range(count)]
         if self.squeeze is not None:
-            budgets = SqueezeBudgets(self.squeeze, found)
-            for layer in found:
+            budgets = SqueezeBudgets(self.squeeze, layers)
+            for layer in layers:
                 layer.budgets = budgets
-        return list(found)
+        return list(layers)
 
     def budget_of(self, prompt: int) -> int:
         """Tokens that a layer keeps of a prompt of so many, before `squeeze`."""
@@ -261,8 +261,8 @@ class EvictingLayer(PolicyLayer):
         for row, sequence in enumerate(self.sequences):
             if sums is not None:
                 before = sequence.index[:, :0].to(sums.dtype) if sequence.scores is None else sequence.scores
-                own = sums[row, :, sums.shape[2] - sequence.index.shape[1] :].to(before.device)
-                sequence.scores = functional.pad(before, (0, sequence.new)) + own
+                held_sums = sums[row, :, sums.shape[2] - sequence.index.shape[1] :].to(before.device)
+                sequence.scores = functional.pad(before, (0, sequence.new)) + held_sums
             if sequence.budget is None and sequence.tokens:
                 sequence.budget = self.policy.budget_of(sequence.tokens)
         if self.budgets is None or self.budgets.done:
@@ -288,8 +288,10 @@ class EvictingLayer(PolicyLayer):
                 continue
             first, newest = self.policy.protected(sequence.budget)
             safe = (sequence.index < first) | (sequence.index >= sequence.tokens - newest)
-            own = priority[:, priority.shape[1] - slots :].to(safe.device).masked_fill(safe, torch.inf)
-            order = own.argsort(dim=-1, descending=True, stable=True)[:, : sequence.budget].sort(dim=-1).values
+            held_priority = priority[:, priority.shape[1] - slots :].to(safe.device).masked_fill(safe, torch.inf)
+            order = (
+                held_priority.argsort(dim=-1, descending=True, stable=True)[:, : sequence.budget].sort(dim=-1).values
+            )
             sequence.index = sequence.index.gather(-1, order)
             sequence.scores = None if sequence.scores is None else sequence.scores.gather(-1, order)
             for sides in sequence.sides:

@@ -100,11 +100,11 @@ class PolicyLayer(DynamicLayer, RowStore):
             self.begin(None, len(key_states), key_states.shape[2], key_states.device)
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
         self.begun, self.num_tokens = False, self.num_tokens + self.length
-        found = []
+        seen = []
         for row, sequence in enumerate(self.sequences):
             new = (slice(row, row + 1), slice(None), slice(self.length - sequence.new, None))
-            found.append(self.store(sequence, key_states[new], value_states[new]))
-        keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
+            seen.append(self.store(sequence, key_states[new], value_states[new]))
+        keys, values = (right_aligned(side, 0.0) for side in zip(*seen, strict=True))
         return keys, values
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:

@@ -16,8 +16,8 @@ from ..checked import Expect, JsonObject, Reader, shorten
 from ..checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ..checkpoint.sizes import CacheSize
 from ..errors import UnsupportedModelError, UsageError
-from ..kernels.rows import row_dtype
-from ..runtime.exact import WithExactRows
+from ..kernels.parameters import row_dtype
+from ..runtime.exact_rows import WithExactRows
 from .layer import PolicyLayer
 from .store import tensor_bytes
 

@@ -31,9 +31,9 @@ class Quantiser(Policy):
         Attention is as ever, but the cache keeps tokens that have left the window, and knows no padding: nothing to
         serve from.
         """
-        found = copy(self)
-        object.__setattr__(found, "holds_windows", True)
-        return found
+        widened = copy(self)
+        object.__setattr__(widened, "holds_windows", True)
+        return widened
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:
         if coded:

@@ -14,8 +14,8 @@ from pkgutil import iter_modules
 from types import ModuleType
 
 from ..checked import JsonObject, Reader, nearest_name, shorten
+from ..checkpoint.files import read_text, read_yaml
 from ..checkpoint.section import EDITED
-from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError, UsageError
 from . import methods
 from .policy import Policy
@@ -38,8 +38,8 @@ def find_method(name: str, trusted: bool) -> type[Policy] | None:
     """
     module, _, wanted = name.rpartition(":")
     if name in method_names():
-        found = vars(import_module(f"{methods.__name__}.{name.replace('-', '_')}")).values()
-        return next(c for c in found if isinstance(c, type) and getattr(c, "method", "") == name)
+        members = vars(import_module(f"{methods.__name__}.{name.replace('-', '_')}")).values()
+        return next(c for c in members if isinstance(c, type) and getattr(c, "method", "") == name)
     if not wanted or not (trusted or module in sys.modules):
         return None
     try:

@@ -162,9 +162,9 @@ class Side(Stored):
 
     def _push(self, states: Tensor, prompt: bool) -> None:
         stream = self.stream
-        exact = min(stream.first - self.first.shape[2], states.shape[2])
-        if exact:
-            self.first, states = torch.cat([self.first, states[:, :, :exact]], dim=2), states[:, :, exact:]
+        kept = min(stream.first - self.first.shape[2], states.shape[2])
+        if kept:
+            self.first, states = torch.cat([self.first, states[:, :, :kept]], dim=2), states[:, :, kept:]
         waiting = torch.cat([self.waiting, states], dim=2) if self.waiting.shape[2] else states
         count = stream.ready(waiting.shape[2], prompt)
         if count and prompt:

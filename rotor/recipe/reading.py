@@ -10,10 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..checked import Reader, nearest_name
-from ..checkpoint.file_names import INFO, RECIPE, ROTOR_JSON
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import INFO, RECIPE, ROTOR_JSON, read_json, read_text, read_yaml
 from ..checkpoint.schemas import check_version
-from ..checkpoint.yaml_files import read_text, read_yaml
 from ..errors import CheckpointError, RecipeError
 from .recipe import Recipe
 from .sections import Evaluation

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from ..checkpoint.file_names import RECIPE
+from ..checkpoint.files import RECIPE
 from ..checkpoint.rows import Level
 from ..errors import MissingError, UsageError
 from ..options import MAX_NUMBER, Count, DeviceOptions, MemoryOptions, Reported, check_options

@@ -20,18 +20,16 @@ from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.projections import CompressedProjections, attention_norms
 from ..checkpoint.tensors import FLOAT32, layer_tensors
 from ..errors import UsageError
-from ..kernels.defaults import default_layer
-from ..kernels.dispatch import call_served, layer_served
-from ..kernels.parameters import AttentionParameters
+from ..kernels.dispatch import call_served, default_layer, layer_served
+from ..kernels.parameters import AttentionParameters, pack_layer, row_scale
 from ..kernels.passes import TokenSpan
 from ..kernels.reference.attention import project_keys
 from ..kernels.reference.exact import project_rows
 from ..kernels.rotary import Rotation, rotate
-from ..kernels.rows import pack_layer, row_scale
 from ..logs import log
 from ..numerics import is_finite
-from .exact import NewTokens
-from .rope import RotaryTable, Rotations, rope_of
+from .exact_rows import NewTokens
+from .rope import RopeCall, RotaryTable, Rotations, rope_of
 from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 
 if TYPE_CHECKING:
@@ -86,6 +84,7 @@ class RotorAttention(CompressedProjections):
         self.softcap: float | None = getattr(self.config, family.softcap) if family.softcap else None
         self.family, self.shape, self.layout = family, shape, layout
         self.is_read_by_others = self.layer_idx in family.read_by_others
+        self.rotates_in_halves = family.rotates_in_halves
         self.is_causal = True
         self.dropout = attention_dropout(self.config)
         self.kernels: LayerKernels = default_layer(layout)
@@ -105,7 +104,9 @@ class RotorAttention(CompressedProjections):
     ) -> tuple[Tensor, None]:
         """Attend to the new tokens; GPT-NeoX and Falcon call `past_key_values` `layer_past`."""
         batch_size, seq_len, _ = hidden_states.shape
-        given = None if position_embeddings is None else self.family.rotation(position_embeddings)
+        given: Any = position_embeddings
+        if given is not None and not self.rotates_in_halves:
+            given = self.family.rotation(given)
         cache = layer_past if past_key_values is None else past_key_values
         _check_pass(self.layout, self.layer_idx, kwargs, attention_mask, cache)
         store = self.store.row_store(cache, self.layer_idx)
@@ -122,9 +123,10 @@ class RotorAttention(CompressedProjections):
         served = reads_rows and not store.in_pytorch and self._served(hidden_states.dtype, hidden_states.device)
         served = served and call_served(hidden_states, attention_mask)
         kernels = self.kernels if served else None
+        asked = RopeCall(now, given, hidden_states, served, cache)
         if reads_rows:
-            self.rope.check(kwargs.get("position_ids"), attention_mask, cache, batch_size, now)
-        rotations = self.rope(now, given, hidden_states, served, cache)
+            self.rope.check(asked, kwargs.get("position_ids"), attention_mask, batch_size)
+        rotations = self.rope(asked)
         rotations = rotations._replace(weights=self.weights_behind_rope(self.layout.form))
 
         query, new_key, new_value = self.projected(hidden_states)

@@ -23,12 +23,12 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..checked import JsonObject
 from ..checkpoint.families import Family, attention_shape, family_of, language_model_setting
-from ..checkpoint.file_names import KERNEL_CONFIG
+from ..checkpoint.files import KERNEL_CONFIG
 from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.section import MARK, METHOD, CompressedSection, is_ours
 from ..errors import CheckpointError, UnsupportedModelError, UsageError
-from ..kernels.defaults import config_of
-from . import policies_hook
+from ..kernels.dispatch import config_of
+from . import registration
 from .attention import RotorAttention, attend_to_shared
 from .positions import keep_shifts_with_rows
 from .rope import rotary_tables
@@ -85,7 +85,7 @@ class RotorQuantizer(HfQuantizer):
         family, shape = family_of(model.config), attention_shape(model.config)
         network, layouts = with_head(model, family), config.layouts(shape)
         section = getattr(config, "cache", None)
-        self.cache_policy = None if section is None else policies_hook.find_policies().read_stored(section)
+        self.cache_policy = None if section is None else registration.find_policies().read_stored(section)
         replace_attention(network, family, shape, dict(enumerate(layouts)), frozenset(config.biases))
         self.kernel_config = config_of(find_kernel_config(model.config, checkpoint_files), layouts)
         if config.source is not None and checkpoint_files:
@@ -110,7 +110,7 @@ class RotorQuantizer(HfQuantizer):
             module.kernels = kernels
         if self.cache_policy is not None:
             try:
-                policies_hook.find_policies().attach_stored(model, network, self.cache_policy)
+                registration.find_policies().attach_stored(model, network, self.cache_policy)
             except (UsageError, UnsupportedModelError) as error:
                 raise CheckpointError(f"config.json, quantization_config: {error.message}", error.hint) from error
         return model

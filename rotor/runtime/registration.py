@@ -8,22 +8,40 @@ from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from . import policies_hook
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
 
 LOADING = ("transformers.modeling_utils", "transformers.quantizers")
 """The modules of `from_pretrained` and of quantisation configs: whoever loads a model, or reads its config before,
 has imported one of them."""
 
 
-def register_with_transformers(policies: Callable[[], policies_hook.CachePolicies]) -> None:
+class CachePolicies(Protocol):
+    """Part of `rotor.policies` that loading a checkpoint with a cache policy needs."""
+
+    def read_stored(self, section: object, /) -> Any:
+        """Read the policy that a checkpoint's config names."""
+
+    def attach_stored(self, model: PreTrainedModel, network: nn.Module, policy: Any, /) -> None:
+        """Give it to the model."""
+
+
+find_policies: Callable[[], CachePolicies]
+"""Imports cache policies, which are above this package; called for the first checkpoint that has one."""
+
+
+def register_with_transformers(policies: Callable[[], CachePolicies]) -> None:
     """Register at once if transformers can load models already, else as soon as it can.
 
     Args:
-        policies: imports cache policies; called for the first checkpoint that has one.
+        policies: see `find_policies`.
     """
-    policies_hook.find_policies = policies
+    global find_policies
+    find_policies = policies
     if any(name in sys.modules for name in LOADING):
         _register()
     elif not any(isinstance(finder, _AfterLoading) for finder in sys.meta_path):

@@ -12,8 +12,7 @@ from ..checkpoint.families import Family
 from ..checkpoint.layout import PRE_ROPE, AttentionShape, KeyForm, LayerLayout
 from ..kernels.passes import Pass, TokenSpan
 from ..kernels.rotary import Rotation, relative, when_read, within_blocks
-from .beginnings import rotations_of_blocks
-from .positions import check_positions
+from .positions import check_positions, rotations_of_blocks
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -60,12 +59,12 @@ def rows_of(rotation: Rotation, rows: slice | Tensor) -> Rotation:
     return cos, sin
 
 
-def is_same(own: Rotation, given: Rotation) -> bool:
+def is_same(by_index: Rotation, given: Rotation) -> bool:
     """Tell whether the rotation by index is the one that the model was given; False on a device, whose answer would be
     waited for."""
-    if own[0].device.type != "cpu":
+    if by_index[0].device.type != "cpu":
         return False
-    return all(torch.equal(a.expand_as(b), b) for a, b in zip(own, given, strict=True))
+    return all(torch.equal(a.expand_as(b), b) for a, b in zip(by_index, given, strict=True))
 
 
 class RotaryTable:
@@ -123,51 +122,40 @@ def rotary_tables(network: nn.Module, family: Family, config: PreTrainedConfig) 
     return [tables[kind] if rotating else None for rotating, kind in zip(rotates, kinds, strict=True)]
 
 
+class RopeCall(NamedTuple):
+    """A pass that a layer asks rotations for.
+
+    given: cos and sin that the model passes to attention, [batch_size or 1, seq_len, rotary_dim] each.
+    like: a tensor of the pass. kernels: the kernels serve it. cache: that the keys go into.
+    """
+
+    now: Pass
+    given: Rotation | None
+    like: Tensor
+    kernels: bool
+    cache: Cache | None
+
+
 class NoRope:
     """A model without RoPE: nothing is rotated."""
 
-    def __call__(
-        self,
-        now: Pass,
-        given: Rotation | None,
-        like: Tensor,
-        kernels: bool,
-        cache: Cache | None,
-    ) -> Rotations:
-        """The rotations of a pass.
-
-        Args:
-            given: cos and sin that the model passes to attention, [batch_size or 1, seq_len, rotary_dim] each.
-            like: a tensor of the pass. kernels: the kernels serve it. cache: that the keys go into.
-        """
+    def __call__(self, asked: RopeCall) -> Rotations:
+        """The rotations of a pass."""
         return Rotations()
 
-    def check(
-        self,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-        batch_size: int,
-        now: Pass,
-    ) -> None:
+    def check(self, asked: RopeCall, positions: Tensor | None, mask: Tensor | None, batch_size: int) -> None:
         """Check that keys are rotated by the positions that the model was given; raises UsageError if not."""
 
 
 class PostRope(NoRope):
     """Queries and keys are rotated by the positions that the model is given, and keys are stored so."""
 
-    def __call__(
-        self,
-        now: Pass,
-        given: Rotation | None,
-        like: Tensor,
-        kernels: bool,
-        cache: Cache | None,
-    ) -> Rotations:
-        assert given is not None
-        rotation = given[0].unsqueeze(1), given[1].unsqueeze(1)
-        if kernels:
-            return Rotations(table=(given[0].flatten(0, 1), given[1].flatten(0, 1)))
+    def __call__(self, asked: RopeCall) -> Rotations:
+        assert asked.given is not None
+        cos, sin = asked.given
+        if asked.kernels:
+            return Rotations(table=(cos.flatten(0, 1), sin.flatten(0, 1)))
+        rotation = cos.unsqueeze(1), sin.unsqueeze(1)
         return Rotations(rotation, rotation)
 
 
@@ -181,22 +169,16 @@ class InBlocks(NoRope):
         assert form.rope_block is not None
         self.form, self.block, self.table, self.with_exact = form, form.rope_block, table, with_exact
 
-    def __call__(
-        self,
-        now: Pass,
-        given: Rotation | None,
-        like: Tensor,
-        kernels: bool,
-        cache: Cache | None,
-    ) -> Rotations:
-        key = "rotations", self.table, self.block, self.with_exact, kernels, like.dtype
-        return now.once(key, lambda: self._made(now.span, given, like, kernels))
+    def __call__(self, asked: RopeCall) -> Rotations:
+        key = "rotations", self.table, self.block, self.with_exact, asked.kernels, asked.like.dtype
+        return asked.now.once(key, lambda: self._made(*asked[:4]))
 
-    def _made(self, span: TokenSpan, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
+    def _made(self, now: Pass, given: Rotation | None, like: Tensor, kernels: bool) -> Rotations:
         """Where a window has dropped the first keys, rows may begin within a block; the table begins with the block.
 
         Exact keys are rotated by the table, too, whatever the model was given: then it begins at index 0 in all passes.
         """
+        span = now.span
         first = span.kv_offset if self.with_exact else span.kv_offset % self.block
         start = span.kv_offset - first
         index = span.indices
@@ -212,18 +194,11 @@ class InBlocks(NoRope):
         as_given = None if given is None else (given[0].unsqueeze(1), given[1].unsqueeze(1))
         return Rotations(query, stored, rows_of(read, rows), table, given=as_given)
 
-    def check(
-        self,
-        positions: Tensor | None,
-        mask: Tensor | None,
-        cache: Cache | None,
-        batch_size: int,
-        now: Pass,
-    ) -> None:
-        span = now.span
+    def check(self, asked: RopeCall, positions: Tensor | None, mask: Tensor | None, batch_size: int) -> None:
+        span = asked.now.span
         if positions is not None and span.indices is None:  # else parallel.forward compares all tokens at once
-            given, where = positions, (batch_size, span.query_offset, span.kv_offset)
-            now.once(("positions", self.table), lambda: check_positions(given, mask, cache, *where))
+            given, where = positions, (asked.cache, batch_size, span.query_offset, span.kv_offset)
+            asked.now.once(("positions", self.table), lambda: check_positions(given, mask, *where))
 
 
 class BlocksAsGiven(NoRope):
@@ -237,19 +212,10 @@ class BlocksAsGiven(NoRope):
         assert form.rope_block is not None
         self.form, self.block, self.layer_type = form, form.rope_block, layer_type
 
-    def __call__(
-        self,
-        now: Pass,
-        given: Rotation | None,
-        like: Tensor,
-        kernels: bool,
-        cache: Cache | None,
-    ) -> Rotations:
-        assert given is not None
-        whole: Rotation = given
-
-        key = "rotations", self.layer_type, self.block, kernels
-        return now.once(key, lambda: self._made(now.span, whole, cache, kernels))
+    def __call__(self, asked: RopeCall) -> Rotations:
+        assert asked.given is not None
+        given, key = asked.given, ("rotations", self.layer_type, self.block, asked.kernels)
+        return asked.now.once(key, lambda: self._made(asked.now.span, given, asked.cache, asked.kernels))
 
     def _made(self, span: TokenSpan, given: Rotation, cache: Cache | None, kernels: bool) -> Rotations:
         cos, sin = given

@@ -15,15 +15,14 @@ from transformers import DynamicCache
 from transformers.utils import cached_file
 
 from ..checkpoint.cache_file import CACHE_VERSION, CacheFile, CacheInfo, check_place, write_cache_file
-from ..checkpoint.hashes import file_sha256
+from ..checkpoint.files import file_sha256
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.row_channels import DAMAGED, spots_of
 from ..checkpoint.row_codec import RowCodec, Zstandard, pack_numbers, unpack_numbers
 from ..checkpoint.rows import Level
 from ..errors import CheckpointError, UsageError
-from .beginnings import BEGINNINGS, Kept
-from .exact import FAR, ExactState, with_exact_rows
-from .positions import SHIFTS
+from .exact_rows import FAR, ExactState, with_exact_rows
+from .positions import BEGINNINGS, SHIFTS, Kept
 from .rope import BlocksAsGiven
 from .saved_layers import Held, SavedLayer, held_by, layers_of
 

@@ -16,9 +16,9 @@ from transformers.cache_utils import (
 
 from ..checkpoint.layout import ExactTokens
 from ..errors import UsageError
-from ..kernels.rows import row_dtype
+from ..kernels.parameters import row_dtype
 from .attention import RotorAttention
-from .exact import (
+from .exact_rows import (
     ExactDynamicLayer,
     ExactSlidingWindowLayer,
     ExactState,

@@ -25,7 +25,7 @@ from ..kernels.passes import Pass, Passes, TokenSpan
 from ..kernels.reference.attention import attention, dense_attention
 from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both
 from ..kernels.rotary import rotate
-from .exact import Division, NewTokens, SeenTokens, division_of_pass, exact_slots, first_real, with_exact_rows
+from .exact_rows import Division, NewTokens, SeenTokens, division_of_pass, exact_slots, first_real, with_exact_rows
 from .rope import Rotations, is_same
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..calibration.allocation.plan import Plan, RankInputs, RankPath, Sensitivit
 from ..calibration.run import Run, read_weight_fisher
 from ..errors import UsageError
 from ..models.compressible import CompressibleModel
-from ..models.device_plan import DevicePlan
+from ..models.hardware import DevicePlan
 from ..models.splits import SPLITS, EvaluationData
 from ..progress import Progress, StageTimes
 from ..recipe.recipe import Recipe

@@ -23,15 +23,15 @@ class Point(Plan):
         """A point of a plan that was not measured yet, with shares rounded as files have them."""
         planned = round(plan.planned, 6)
         stored = round(plan.stored, 6)
-        return cls(plan.parameter, planned, stored, plan.exact, plan.ranks, plan.channels)
+        return cls(plan.parameter, planned, stored, plan.unrounded, plan.ranks, plan.channels)
 
     @classmethod
     def of_checkpoint(cls, info: CheckpointInfo, measured: Mapping[str, Fidelity]) -> Point:
         """The plan of a checkpoint by its rotor.json, whose layouts have the channels, with what was measured of it."""
         shares, ranks = info["compression"], info["ranks"]
-        exact, stored = ([[(qk, v) for qk, v in layer] for layer in ranks[name]] for name in ("exact", "stored"))
+        unrounded, stored = ([[(qk, v) for qk, v in layer] for layer in ranks[name]] for name in ("exact", "stored"))
         parameter = info.get("parameter", 0.0)
-        return cls(parameter, shares["planned"], shares["stored"], exact, stored, **measured)  # type: ignore[arg-type]
+        return cls(parameter, shares["planned"], shares["stored"], unrounded, stored, **measured)  # type: ignore[arg-type]
 
     def fidelity(self, split: str) -> Fidelity:
         """Measurements on a split; raises UsageError if nothing was."""

@@ -129,9 +129,9 @@ class _Grid:
         """Tell whether a plan has no smaller ratio, and no larger share of important tokens."""
         assert plan.policy is not None
         assert than.policy is not None
-        own, other = _ratios(plan.policy), _ratios(than.policy)
+        ratios, other = _ratios(plan.policy), _ratios(than.policy)
         shares = zip(plan.policy.shares(self.layers), than.policy.shares(self.layers), strict=True)
-        return all(a >= b for a, b in zip(own, other, strict=True)) and all(a <= b for a, b in shares)
+        return all(a >= b for a, b in zip(ratios, other, strict=True)) and all(a <= b for a, b in shares)
 
 
 def _policies(policy: Tiers, layers: int) -> Iterator[Tiers]:

@@ -60,7 +60,7 @@ class Cache:
         whole = uncompressed_kv_bytes_per_token(self.shape, self.element_bytes)
         stored = share_removed(whole, policy.bytes_per_token(self.layouts, self.element_bytes))
         p = self.plan
-        return RatioPlan(p.parameter, p.planned, stored, p.exact, p.ranks, p.channels, policy=policy)
+        return RatioPlan(p.parameter, p.planned, stored, p.unrounded, p.ranks, p.channels, policy=policy)
 
 
 class RatioPath(RankPath):

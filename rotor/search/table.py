@@ -20,11 +20,10 @@ from torch import Tensor
 from ..calibration.allocation.plan import Plan, Sensitivity
 from ..calibration.run import Run
 from ..checked import JsonObject, Reader, plain
-from ..checkpoint.atomic import write_json
-from ..checkpoint.json_files import read_json
+from ..checkpoint.files import read_json, write_json
 from ..checkpoint.layout import ExactTokens
 from ..errors import CheckpointError
-from ..models.device_plan import DevicePlan
+from ..models.hardware import DevicePlan
 from ..models.splits import EvaluationData
 from ..recipe.sections import Evaluation, Ranks
 from .evaluation.accuracy import BaseValues
@@ -143,8 +142,8 @@ class RankTable:
             other = None if path.stem == LATEST else cls.named(run, path.stem)
             if other is not None and context.searches_alike(other.context):
                 known = {point.key for point in table.points}
-                own = (replace(point, report=None) for point in other.points if point.search)
-                table.points += [point for point in own if point.key not in known]
+                searched = (replace(point, report=None) for point in other.points if point.search)
+                table.points += [point for point in searched if point.key not in known]
                 table.base |= {"search": other.base["search"]} if "search" in other.base else {}
                 table.left_out |= {"search": other.left_out["search"]} if "search" in other.left_out else {}
         return table

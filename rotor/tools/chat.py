@@ -13,7 +13,7 @@ from transformers import Cache
 from ..checkpoint.rewritten import source_at
 from ..errors import CheckpointError, UsageError
 from ..models.chats import between_turns
-from ..models.device_plan import DevicePlan
+from ..models.hardware import DevicePlan
 from ..models.hub import find_model
 from ..models.tokenizer import CHAT_PROBE, as_chat, check_ids
 from ..progress import Progress
@@ -39,9 +39,9 @@ class Frame:
         Raises:
             CheckpointError: the template fails, or changes what is said.
         """
-        opening, found, begin = as_chat(folder, CHAT_PROBE).partition(CHAT_PROBE)
+        opening, probe, begin = as_chat(folder, CHAT_PROBE).partition(CHAT_PROBE)
         again = between_turns(folder)
-        if not found or again is None:
+        if not probe or again is None:
             raise CheckpointError(
                 f"{folder}: its chat template does not show turns as they were said.",
                 "Give --raw to talk without it.",
@@ -62,13 +62,13 @@ class Chat:
             CheckpointError: no tokenizer, or a chat template that fails.
         """
         with source_at(options.source):
-            found = find_model(folder).folder
-            checkpoint, self._tokenizer = with_tokenizer(found)
+            model_folder = find_model(folder).folder
+            checkpoint, self._tokenizer = with_tokenizer(model_folder)
             place = DevicePlan.choose(options, checkpoint.dtype)
             chat = bool(self._tokenizer.chat_template) and not options.raw
-            self._frame = Frame.of_template(found) if chat else Frame()
+            self._frame = Frame.of_template(model_folder) if chat else Frame()
             self._special = not chat  # a template has the tokens that begin a text
-            self._model = load_with_policy(found, place, options.cache, self._tokenizer, progress)
+            self._model = load_with_policy(model_folder, place, options.cache, self._tokenizer, progress)
         self._settings = generation_settings(options, self._tokenizer)
         self._limit = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
         self._cache: Cache | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checked import JsonObject, Reader, plain
-from ..checkpoint.file_names import ROTOR_JSON
+from ..checkpoint.files import ROTOR_JSON
 from ..checkpoint.schemas import CheckpointInfo, TextInfo
 from ..errors import CheckpointError
 from ..models.compressed import CompressedCheckpoint
@@ -46,12 +46,12 @@ def compare(folders: Sequence[str | Path]) -> list[Compared]:
     Raises:
         CheckpointError: a folder that `rotor export` did not write, or a damaged one.
     """
-    found = []
+    compared = []
     for folder in map(Path, folders):
         info = CompressedCheckpoint(folder).report
         reader = Reader(str(folder / ROTOR_JSON), CheckpointError, "Export again.")
-        found.append(Compared(folder, info, Accuracy.read(info["accuracy"], reader)))
-    return found
+        compared.append(Compared(folder, info, Accuracy.read(info["accuracy"], reader)))
+    return compared
 
 
 def measured_alike(compared: Sequence[Compared]) -> bool:

@@ -17,11 +17,10 @@ from typing_extensions import NotRequired, TypedDict
 from ..checkpoint.rewritten import source_at
 from ..errors import CheckpointError, DataError, UsageError
 from ..models.compressed import open_model
-from ..models.device_plan import DevicePlan
-from ..models.hardware import fit_threads
+from ..models.hardware import DevicePlan, fit_threads
 from ..models.hub import find_model
-from ..models.lengths import bounded_seq_len
 from ..models.loading import load_model
+from ..models.sequences import bounded_seq_len
 from ..models.tokenizer import as_chat, check_ids
 from ..models.tokens import synthetic_tokens
 from ..models.weights import Weights

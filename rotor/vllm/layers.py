@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.families import Family, attention_shape, family_of
-from ..checkpoint.file_names import KERNEL_CONFIG
-from ..checkpoint.hashes import file_sha256
+from ..checkpoint.files import KERNEL_CONFIG, file_sha256
 from ..checkpoint.kernel_config import KernelConfig
 from ..checkpoint.layout import AttentionShape, LayerLayout
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.rewritten import BASES, open_rewritten
 from ..checkpoint.section import CompressedSection
 from ..errors import CheckpointError, UsageError
-from ..kernels.defaults import config_of, default_layer
-from ..kernels.dispatch import layer_served
-from ..kernels.parameters import AttentionParameters
-from ..kernels.rows import row_scale
+from ..kernels.dispatch import config_of, default_layer, layer_served
+from ..kernels.parameters import AttentionParameters, row_scale
 from .attention import RotorSelfAttention
 from .pages import PagedLayer
 from .shards import Shard, check_size, padded_rows, row_bytes, shard_of
@@ -83,17 +80,17 @@ class Plan:
     @cached_property
     def row_bytes(self) -> list[int]:
         """Bytes of a token in the cache of each layer."""
-        return padded_rows([row_bytes(own, self.ranks, self.dtype.itemsize) for own in self.layouts], self.kinds)
+        return padded_rows([row_bytes(layout, self.ranks, self.dtype.itemsize) for layout in self.layouts], self.kinds)
 
     def file(self, name: str) -> Path | None:
         """A file of the checkpoint's folder; None if it is missing or the hub cannot be asked."""
         from transformers.utils import cached_file
 
         try:
-            found = cached_file(self.model, name, revision=self.revision)
+            cached = cached_file(self.model, name, revision=self.revision)
         except OSError:
             return None
-        return None if found is None else Path(found)
+        return None if cached is None else Path(cached)
 
     def check(self, cache_dtype: str, lora: bool, context_parallel: int) -> None:
         """Check that the checkpoint can do what vLLM is asked for; raises UsageError if not."""

@@ -15,12 +15,11 @@ from torch import Tensor
 from ..checkpoint.kernel_config import LayerKernels
 from ..checkpoint.layout import ExactTokens
 from ..kernels.exact_slots import ExactSlots, SlotBounds
-from ..kernels.parameters import AttentionParameters
+from ..kernels.parameters import AttentionParameters, pack_layer, row_dtype
 from ..kernels.passes import Pass
 from ..kernels.reference.attention import partial_attention, project_keys
 from ..kernels.reference.exact import ExactKeys, RowKeys, attend_to_both, project_rows
 from ..kernels.rotary import Rotation, when_read
-from ..kernels.rows import pack_layer, row_dtype
 from .shards import Shard
 
 if TYPE_CHECKING:

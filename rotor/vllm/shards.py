@@ -74,7 +74,11 @@ def check_size(layouts: Sequence[LayerLayout], shape: AttentionShape, size: int)
     """Check that every layer can be split into `size` ranks; raises UsageError, which names the sizes that can."""
     for index, layout in enumerate(layouts):
         if _parts(layout, size) is None:
-            sizes = [n for n in range(1, shape.num_kv_heads + 1) if all(_parts(own, n) is not None for own in layouts)]
+            sizes = [
+                n
+                for n in range(1, shape.num_kv_heads + 1)
+                if all(_parts(of_layer, n) is not None for of_layer in layouts)
+            ]
             raise UsageError(
                 f"tensor parallel size {size}: layer {index} has {len(layout.groups)} group(s) of {layout.group_size} "
                 "KV head(s), which so many ranks cannot share.",
@@ -88,7 +92,7 @@ def row_bytes(layout: LayerLayout, size: int, element_bytes: int) -> int:
     """
     parts = _parts(layout, size)
     assert parts is not None  # check_size
-    return max(sum(_of_groups(layout, own).row_bytes(element_bytes)) for own in _dealt(layout, parts))
+    return max(sum(_of_groups(layout, groups).row_bytes(element_bytes)) for groups in _dealt(layout, parts))
 
 
 def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str], rank: int, size: int) -> Shard:
@@ -106,8 +110,10 @@ def shard_of(layout: LayerLayout, shape: AttentionShape, biases: Collection[str]
     mine = _dealt(layout, parts)[rank // sharing]
     whole = _of_groups(layout, mine)
     heads = layout.group_size // sharing
-    own = slice(rank % sharing * heads, (rank % sharing + 1) * heads)
-    local = replace(whole, groups=tuple(replace(group, kv_heads=group.kv_heads[own]) for group in whole.groups))
+    heads_of_rank = slice(rank % sharing * heads, (rank % sharing + 1) * heads)
+    local = replace(
+        whole, groups=tuple(replace(group, kv_heads=group.kv_heads[heads_of_rank]) for group in whole.groups)
+    )
     own_shape, key_shape = (
         replace(shape, num_kv_heads=n * len(mine), num_heads=n * len(mine) * shape.heads_per_kv)
         for n in (heads, layout.group_size)
@@ -142,5 +148,7 @@ def _parts(layout: LayerLayout, size: int) -> int | None:
 
 def _dealt(layout: LayerLayout, parts: int) -> list[list[int]]:
     """Deal the groups to the parts, widest first and to and fro, so that parts have similar sizes."""
-    order = sorted(range(len(layout.groups)), key=lambda i: -sum(own.row_bytes() for own in layout.groups[i].latents))
+    order = sorted(
+        range(len(layout.groups)), key=lambda i: -sum(latent.row_bytes() for latent in layout.groups[i].latents)
+    )
     return [sorted(order[p :: 2 * parts] + order[2 * parts - 1 - p :: 2 * parts]) for p in range(parts)]

@@ -61,8 +61,8 @@ class FirstAndNewestManager(SlidingWindowManager):
             first = block_pool.get_cached_block(hashes[0], kv_cache_group_ids)
             if not first:
                 return tuple([] for _ in kv_cache_group_ids), 0
-            for own, block in zip(blocks, first, strict=True):
-                own[0] = block
+            for group_blocks, block in zip(blocks, first, strict=True):
+                group_blocks[0] = block
         return blocks, length
 
     def get_num_blocks_to_allocate(
@@ -82,10 +82,15 @@ class FirstAndNewestManager(SlidingWindowManager):
     ) -> None:  # fmt: skip
         counts = num_local_computed_tokens, num_external_computed_tokens
         super().add_local_computed_blocks(request_id, new_computed_blocks, *counts)
-        own = self.req_to_blocks[request_id]
-        if new_computed_blocks and own and own[0].is_null and not new_computed_blocks[0].is_null:
+        blocks_of_request = self.req_to_blocks[request_id]
+        if (
+            new_computed_blocks
+            and blocks_of_request
+            and blocks_of_request[0].is_null
+            and not new_computed_blocks[0].is_null
+        ):
             self.block_pool.touch(new_computed_blocks[:1])
-            own[0] = new_computed_blocks[0]
+            blocks_of_request[0] = new_computed_blocks[0]
 
     @classmethod
     def reachable_block_mask(cls, start_block: int, *rest: object, **named: object) -> list[bool] | None:

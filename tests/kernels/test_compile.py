@@ -32,7 +32,7 @@ from rotor.tools.bench.variants import layer_variants, recorded
 NEWEST = tuple(int(n) for n in version("triton").split(".")[:2]) >= (3, 9)
 
 MOST_SPILLED_BYTES = 192 if NEWEST else 304
-"""Of a thread, in kernels that no decode step over pages runs; the most is of coding a prompt on sm_80, with planes
+"""Of a thread, in kernels that no decode step over pages runs; the most is of coding a prompt on sm_80, with lanes
 split, and more by Triton 3.6."""
 
 SPILLED_IN_PAGES = 136 if NEWEST else 288

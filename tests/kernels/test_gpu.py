@@ -21,10 +21,10 @@ from support.kernel_cases import (
 
 from rotor.checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, KeyForm, LayerLayout
 from rotor.checkpoint.rows import RowScale
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
+from rotor.kernels.parameters import pack_layer, read_class
 from rotor.kernels.reference import attention as reference
 from rotor.kernels.rotary import when_read
-from rotor.kernels.rows import pack_layer, read_class
 
 pytestmark = [
     pytest.mark.gpu,

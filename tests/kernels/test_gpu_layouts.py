@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from gpu.subjects import PAGE, named_subjects
 
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench.attention import (
     TOLERANCE,
     Problem,

@@ -9,7 +9,7 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer
 
 from rotor.checkpoint.kernel_config import KernelConfig, layout_class
 from rotor.errors import CheckpointError
-from rotor.kernels.defaults import default_config, default_layer
+from rotor.kernels.dispatch import default_config, default_layer
 
 LAYOUTS = [
     layer(FORMS["long"], 2, MIXED, CodedRow(n4=128)),

@@ -8,7 +8,7 @@ from support.kernel_cases import FORMS, MIXED, CodedRow, layer
 
 from rotor.checkpoint.bases import levels_of
 from rotor.checkpoint.rows import NIBBLE_BITS, SIGNED
-from rotor.kernels.rows import pack_layer, read_class
+from rotor.kernels.parameters import pack_layer, read_class
 
 LATENTS = [
     MIXED,
@@ -33,8 +33,8 @@ def test_codes_are_those_of_the_floors(channels, dtype) -> None:
     for row, numbers in enumerate(latents.tolist()):
         found = dict.fromkeys(range(channels.rank), 0)
         for place, digits in enumerate(channels.slots):
-            plane, word = divmod(place, channels.words)
-            nibble = int(words[row, word]) >> 4 * plane & 15
+            lane, word = divmod(place, channels.words)
+            nibble = int(words[row, word]) >> 4 * lane & 15
             if not digits:
                 assert nibble == SIGNED
             elif digits[0].bits == NIBBLE_BITS:

@@ -150,7 +150,7 @@ def test_attention_to_tiers_is_that_to_whole_rows_cut_in_place(policy: Tiers, ki
     assert layer_.stored_bytes() == total
 
 
-def test_shares_are_of_planes_and_at_least_one_stays() -> None:
+def test_shares_are_of_units_and_at_least_one_stays() -> None:
     wide = CodedRow(n16=4, n8=8, n4=32)  # 16 + 16 + 32 nibbles
     assert cut_latent(wide, 0.25) == CodedRow(n16=4, n8=8, n4=16)
     assert cut_latent(wide, 0.99) == CodedRow(n16=4)

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate
 from rotor.cli import console
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rotor.kernels.exact_slots import ExactSlots
-from rotor.kernels.parameters import AttentionParameters
+from rotor.kernels.parameters import AttentionParameters, read_class
 from rotor.kernels.rotary import Rotation, rotate, when_read
-from rotor.kernels.rows import read_class
 
 
 def attention(

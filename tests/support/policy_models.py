@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rotor.calibration.calibrate import calibrate
-from rotor.search.export.export import export
+from rotor import calibrate, export
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated
 
 COMPRESSED = ("pre", "post", "codes")

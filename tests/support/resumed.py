@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate
 from support.paths import ROOT
 from support.tiny_models import CONFIGS, SIZES, build_tiny
 

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import torch
 
-from rotor.calibration.calibrate import calibrate
-from rotor.calibration.run import Run
+from rotor import Run, calibrate
 from rotor.checkpoint.layout import LayerRanks
 from rotor.checkpoint.manifest import Manifest, write_manifest
 from rotor.models.compressible import CompressibleModel
-from rotor.models.device_plan import DevicePlan
+from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
 from support.paths import ROOT
 

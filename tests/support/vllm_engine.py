@@ -28,7 +28,7 @@ from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.models import registry
 
-from rotor.errors import RotorError
+from rotor import RotorError
 from support.paths import ROOT
 
 # What vLLM looks up of a model's class it looks up in a process that imports all of vLLM, so that CUDA is not asked.

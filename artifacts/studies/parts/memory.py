@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+from rotor import fit_cache_policy
 from rotor.calibration.prediction.devices import find_device
-from rotor.policies.fitting import fit_cache_policy
 from rotor.tools.study.cache_part import StudiedCache
 from rotor.tools.study.caches import cache_bytes
 from rotor.tools.study.context import StudyContext

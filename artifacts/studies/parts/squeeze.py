@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from rotor.errors import UnsupportedModelError
-from rotor.policies import PolicyLayer, Window, cache_policy
+from rotor.policies import EvictingLayer, PolicyLayer, Window, cache_policy
 from rotor.policies.budgets import squeeze_shares, three_means, token_cosines
-from rotor.policies.eviction import EvictingLayer
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, Table, Task, number
 from rotor.tools.study.store import Record, StudyStore

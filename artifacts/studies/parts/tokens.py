@@ -23,7 +23,7 @@ from scipy.stats import variation
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.calibration.run import Run
+from rotor import Run
 from rotor.checkpoint.bases import LayerBases
 from rotor.checkpoint.output_folder import remove
 from rotor.errors import DataError

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from ...checkpoint.layout import AttentionShape
-from ...checkpoint.rows import PLANE, aligned, read_alike
+from ...checkpoint.rows import UNIT_NIBBLES, aligned, read_alike
 from ...checkpoint.sizes import share_removed, uncompressed_row_bytes
 from ..codes.layer import GroupChannels, LayerCodes, channels_bytes
 from .channel_bits import BitCurve, BitPath, bit_curve, bit_path
@@ -19,7 +19,7 @@ PATH_RESOLUTION = 1024
 """Neighbouring plans of a path differ by at least 1/1024 of the uncompressed bytes; plans in between are made on
 demand."""
 
-UNIT_BYTES = PLANE // 2
+UNIT_BYTES = UNIT_NIBBLES // 2
 """Bytes by which rows grow, the unit in which bytes are split."""
 
 
@@ -42,25 +42,25 @@ class _LayerBits:
         return cls(tuple(curves), len(codes.sides))
 
     @cached_property
-    def _planes(self) -> list[np.ndarray]:
-        """Most planes of each latent that fit in 0, 1, ... units of bytes."""
+    def _filled(self) -> list[np.ndarray]:
+        """Units that each latent can fill where its aligned row takes 0, 1, ... of them."""
         return [_fitting(len(curve.loss), len(self.curves) // self.latents) for curve in self.curves]
 
     @cached_property
     def path(self) -> BitPath:
         """Best loss of any number of units."""
-        return bit_path([curve.loss[planes] for curve, planes in zip(self.curves, self._planes, strict=True)])
+        return bit_path([curve.loss[filled] for curve, filled in zip(self.curves, self._filled, strict=True)])
 
     def channels(self, units: int) -> GroupChannels:
         """Channels of each group when all of them share `units`."""
-        latents = zip(self.curves, self._planes, self.path.split(units), strict=True)
-        rows = iter(read_alike([curve.channels(int(planes[count])) for curve, planes, count in latents]))
+        latents = zip(self.curves, self._filled, self.path.split(units), strict=True)
+        rows = iter(read_alike([curve.channels(int(filled[count])) for curve, filled, count in latents]))
         return list(zip(*[rows] * self.latents, strict=True))
 
 
-def _fitting(planes: int, groups: int) -> np.ndarray:
-    """Most planes of a latent that fit in 0, 1, ... units."""
-    sizes = [aligned(UNIT_BYTES * own, groups) // UNIT_BYTES for own in range(planes)]
+def _fitting(units: int, groups: int) -> np.ndarray:
+    """Units of a latent, fewer than `units`, that an aligned row of 0, 1, ... of them can hold."""
+    sizes = [aligned(UNIT_BYTES * count, groups) // UNIT_BYTES for count in range(units)]
     return np.searchsorted(np.array(sizes), np.arange(sizes[-1] + 1), side="right") - 1
 
 
@@ -112,7 +112,7 @@ class BitsPath(RankPath):
         element_bytes: int,
         context_tokens: int | None = None,
     ) -> None:
-        # A plane of a layer with a window costs the bytes of its window's tokens, not of the sequence. Layers that hold
+        # A unit of a layer with a window costs the bytes of its window's tokens, not of the sequence. Layers that hold
         # equally many tokens are split exactly among themselves first; at most two such kinds meet in `_plan`.
         held = shape.held_tokens(context_tokens or 1)
         row_bytes = uncompressed_row_bytes(shape, element_bytes)
@@ -138,7 +138,7 @@ class BitsPath(RankPath):
         return [plan for plan in plans if plan is not None]
 
     def lighter(self, plan: Plan) -> list[Plan]:
-        """Plans with a plane less in one layer, by the loss that is predicted for each byte that it saves."""
+        """Plans with a unit less in one layer, by the loss that is predicted for each byte that it saves."""
         split = [channels_bytes([layer]) // UNIT_BYTES for layer in plan.channels or []]
         losses = [layer.path.loss for layer in self._layers]
         # What the path did not choose, but costs least for what it saves: measured losses may order them differently.

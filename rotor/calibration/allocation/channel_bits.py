@@ -1,11 +1,11 @@
 """Choose the bits of every channel for a given number of bytes.
 
 The loss of a channel at b bits is w sigma^2 D(b): weight times variance times the share of the variance that remains as
-error. It takes b / 2 crumbs of a row, and rows grow in planes of 16 nibbles. Channels are taken in descending order of
+error. It takes b / 2 crumbs of a row, and rows grow in units of 16 nibbles. Channels are taken in descending order of
 w sigma^2, which becomes their order in the checkpoint. Dynamic programming over crumbs then gives the exact best widths
-for every number of planes. A second one over these curves gives the best split of bytes among the latents of a model.
+for every number of units. A second one over these curves gives the best split of bytes among the latents of a model.
 
-Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole planes
+Source: docs/design.md, Mathematics, Codes; reverse water-filling (Cover and Thomas, section 10.3.3) with whole units
 inside the optimisation.
 """
 
@@ -17,15 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from ...checkpoint.rows import CRUMB_BITS, NIBBLE_BITS, PLANE, WIDTHS, CodedRow
+from ...checkpoint.rows import CRUMB_BITS, NIBBLE_BITS, UNIT_NIBBLES, WIDTHS, CodedRow
 
 
 @dataclass(frozen=True)
 class BitCurve:
-    """Least loss of a latent for every number of planes from 0 on, and the channels that reach it.
+    """Least loss of a latent for every number of units from 0 on, and the channels that reach it.
 
-    loss: [planes + 1], float64, never rising; infinite if no channel is stored.
-    counts: [planes + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
+    loss: [units + 1], float64, never rising; infinite if no channel is stored.
+    counts: [units + 1, len(WIDTHS)], number of channels at each width; the remaining channels have 0 bits.
     scaled: rows have a scale.
     """
 
@@ -33,18 +33,18 @@ class BitCurve:
     counts: np.ndarray
     scaled: bool = False
 
-    def channels(self, planes: int) -> CodedRow:
-        """Channels of a latent of so many planes; more than all channels take are left empty."""
-        n16, n12, n8, n6, n4, n2 = self.counts[min(planes, len(self.counts) - 1)].tolist()
+    def channels(self, units: int) -> CodedRow:
+        """Channels of a latent of so many units; more than all channels take are left empty."""
+        n16, n12, n8, n6, n4, n2 = self.counts[min(units, len(self.counts) - 1)].tolist()
         return CodedRow(n16, n12, n8, n6, n4, n2, scaled=self.scaled)
 
 
-def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane: int = PLANE) -> BitCurve:
-    """Compute the best widths of a latent's channels for every number of planes.
+def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, unit: int = UNIT_NIBBLES) -> BitCurve:
+    """Compute the best widths of a latent's channels for every number of units.
 
     Args:
         losses: [widths, channels], float64, of each channel at each of `widths` (bits, 0 among them, in any order).
-        scaled: a nibble of the first plane holds the scale of a row. plane: nibbles of one.
+        scaled: a nibble of the first unit holds the scale of a row. unit: nibbles of one.
     """
     table, given = losses.numpy(), list(widths)
     whole = table[given.index(0)]
@@ -62,15 +62,15 @@ def bit_curve(losses: Tensor, widths: Sequence[int], scaled: bool = False, plane
         _add_channels(best, (whole - table[given.index(width)])[order], size, crumbs[0])
         for width, size in zip(used, crumbs, strict=True)
     ]
-    # A row is as long as its planes whatever is in them, so only whole planes are asked for; a scale takes room too.
-    of_plane, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (plane, int(scaled)))
-    planes = np.arange(-(-(most + of_scale) // of_plane) + 1)
-    room = np.clip(of_plane * planes - of_scale, 0, most)
+    # A row is as long as its units whatever is in them, so only whole units are asked for; a scale takes room too.
+    of_unit, of_scale = (nibbles * NIBBLE_BITS // CRUMB_BITS for nibbles in (unit, int(scaled)))
+    units = np.arange(-(-(most + of_scale) // of_unit) + 1)
+    room = np.clip(of_unit * units - of_scale, 0, most)
     numbers = np.arange(1, channels + 1)[:, None]
-    of_planes = best[numbers, np.minimum(room, crumbs[0] * numbers)]
-    ends = of_planes.argmax(0) + 1
-    saved = of_planes.max(0)
-    counts = np.zeros((len(planes), len(WIDTHS)), dtype=np.int64)
+    of_units = best[numbers, np.minimum(room, crumbs[0] * numbers)]
+    ends = of_units.argmax(0) + 1
+    saved = of_units.max(0)
+    counts = np.zeros((len(units), len(WIDTHS)), dtype=np.int64)
     # Walk back: how many channels of the narrowest width the choice ends with, then of the next wider one.
     left = room.copy()
     for width, size, of_width in reversed(list(zip(used, crumbs, lengths, strict=True))):
@@ -122,7 +122,7 @@ class BitPath:
 
 
 def bit_path(curves: Sequence[np.ndarray]) -> BitPath:
-    """Compute the exact best split of units of bytes among curves.
+    """Compute the best split of units of bytes among curves.
 
     Args:
         curves: loss of each curve at 0, 1, ... units.

@@ -27,9 +27,9 @@ class FisherPath(SpectraPath):
         factors = sorted({factor for factor in crossings if factor <= scale} | {scale}, reverse=True)
         plans = []
         for factor in factors:
-            exact = []
+            unrounded = []
             for pair, most in zip(information, self.columns, strict=True):
                 sides = [[max(1, min(most, int(factor * float(v) + 1e-9))) for v in side] for side in pair]
-                exact.append(list(zip(*sides, strict=True)))
-            plans.append(self._make(factor, exact))
+                unrounded.append(list(zip(*sides, strict=True)))
+            plans.append(self._make(factor, unrounded))
         return plans

@@ -7,7 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Annotated
 
+from pydantic import Field
 from torch import Tensor
 
 from ...checkpoint.layout import AttentionShape, LayerRanks
@@ -39,8 +41,8 @@ class Plan:
     """The ranks of every layer's groups, from the method that chooses them to the checkpoint that stores them.
 
     parameter: value of the method's parameter (the removal rate, a price, a share).
-    planned, stored: compression (share of the KV cache removed) with the exact and the stored ranks.
-    exact, ranks: ranks from the method, and ranks as stored.
+    planned, stored: compression (share of the KV cache removed) with the unrounded and the stored ranks.
+    unrounded, ranks: ranks from the method, and ranks as stored. In files the former are `exact`.
     channels: coded channels of each layer's groups, None for a plan of ranks; with codes a rank counts the channels of
         any width.
     loss: what the path predicts that the plan costs, in nats per token; None where it predicts nothing.
@@ -49,7 +51,7 @@ class Plan:
     parameter: float
     planned: float
     stored: float
-    exact: list[LayerRanks]
+    unrounded: Annotated[list[LayerRanks], Field(alias="exact")]
     ranks: list[LayerRanks]
     channels: list[GroupChannels] | None = None
     loss: float | None = None
@@ -73,8 +75,9 @@ class Plan:
     @property
     def ranks_json(self) -> PlanRanks:
         """The ranks as rotor.json has them."""
-        exact, stored = ([[list(pair) for pair in layer] for layer in ranks] for ranks in (self.exact, self.ranks))
-        content: PlanRanks = {"exact": exact, "stored": stored}
+        sides = (self.unrounded, self.ranks)
+        unrounded, stored = ([[list(pair) for pair in layer] for layer in ranks] for ranks in sides)
+        content: PlanRanks = {"exact": unrounded, "stored": stored}
         if self.channels is not None:
             content["channels"] = self.channels_json
         return content
@@ -151,13 +154,13 @@ class SpectraPath(RankPath):
             f"lower it with --set ranks.multiple_of={max(1, self.multiple_of // 2)}",
         )
 
-    def _make(self, parameter: float, exact: list[LayerRanks]) -> Plan:
+    def _make(self, parameter: float, unrounded: list[LayerRanks]) -> Plan:
         """Make a plan: round its ranks and count its compression."""
         stored_ranks = [
             [(round_rank(qk, self.multiple_of, columns), round_rank(v, self.multiple_of, columns)) for qk, v in ranks]
-            for ranks, columns in zip(exact, self.columns, strict=True)
+            for ranks, columns in zip(unrounded, self.columns, strict=True)
         ]
         tokens = self.inputs.context_tokens
-        planned = compression(exact, self.shape, tokens)
+        planned = compression(unrounded, self.shape, tokens)
         stored = compression(stored_ranks, self.shape, tokens)
-        return Plan(parameter, planned, stored, exact, stored_ranks)
+        return Plan(parameter, planned, stored, unrounded, stored_ranks)

@@ -43,11 +43,11 @@ class RemovalRatePath(SpectraPath):
 
     def plan(self, removal_rate: float) -> Plan:
         """Ranks of all groups at one shared removal rate in [0, 1)."""
-        exact = [
+        unrounded = [
             list(zip(ranks_from_shares(qk, removal_rate), ranks_from_shares(vo, removal_rate), strict=True))
             for qk, vo in self._shares
         ]
-        return self._make(removal_rate, exact)
+        return self._make(removal_rate, unrounded)
 
     def at_compression(self, target: float) -> Plan | None:
         """The mildest plan that removes at least `target` of the cache, or None: the removal rate solved for it.

@@ -35,13 +35,14 @@ class WaterFillingPath(SpectraPath):
 
     def _plans(self) -> list[Plan]:
         # descending: price 0 removes nothing
-        ranks = [np.array([*range(self.multiple_of, own, self.multiple_of), own])[::-1] for own in self.columns]
-        losses = [self._losses(layer, own) for layer, own in enumerate(ranks)]
+        step = self.multiple_of
+        ranks = [np.array([*range(step, columns, step), columns])[::-1] for columns in self.columns]
+        losses = [self._losses(layer, layer_ranks) for layer, layer_ranks in enumerate(ranks)]
         held = np.array(self.shape.held_tokens(self.inputs.context_tokens or 1))
-        kept = held * np.array([own.kv_width for own in self.shape.layers])
+        kept = held * np.array([layer_shape.kv_width for layer_shape in self.shape.layers])
         shares = (kept / kept.sum()).tolist()  # of each layer in the cache
         sizes = zip(shares, ranks, losses, self.columns, strict=True)
-        costs = [share * own / (2 * columns * loss.shape[1]) for share, own, loss, columns in sizes]
+        costs = [share * layer_ranks / (2 * columns * loss.shape[1]) for share, layer_ranks, loss, columns in sizes]
 
         def chosen(layer: int, prices: np.ndarray) -> list[LayerRanks]:
             """The ranks of a layer at every price."""
@@ -49,12 +50,12 @@ class WaterFillingPath(SpectraPath):
             sides = losses[layer].reshape(-1, len(ranks[layer]))
             taken = np.stack([(loss + prices[:, None] * costs[layer]).argmin(1) for loss in sides])
             by_price = ranks[layer][taken].reshape(*losses[layer].shape[:2], len(prices)).transpose(2, 1, 0).tolist()
-            return [[(qk, v) for qk, v in own] for own in by_price]
+            return [[(qk, v) for qk, v in pairs] for pairs in by_price]
 
         def sweep(prices: np.ndarray) -> list[Plan]:
             """Make the optimal plan at every price."""
             layers = [chosen(layer, prices) for layer in range(len(ranks))]
-            return [self._make(price, list(own)) for price, *own in zip(prices.tolist(), *layers, strict=True)]
+            return [self._make(price, list(plan)) for price, *plan in zip(prices.tolist(), *layers, strict=True)]
 
         # at this price only the smallest rank is worth its cost
         highest = 10 * max(loss.max() for loss in losses) / max(cost.max() for cost in costs)

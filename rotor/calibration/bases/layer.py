@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from ...checkpoint.bases import BasisPair, LayerBases, latent_size
+from ...checkpoint.bases import BasisPair, LayerBases
 from ...checkpoint.layout import AttentionShape, LayerForm
 from ...checkpoint.projections import AttentionWeights
 from ...errors import NumericsError
 from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
 from ..information import LayerFisher
-from ..moments import LayerStatistics, vector_names
+from ..moments import LayerStatistics, moments_bytes, vector_names
 from . import fisher, identity, kq, palu, svd
 from .method import Inputs
 
@@ -51,10 +51,20 @@ def needed_statistics(qk_method: str, vo_method: str, form: LayerForm, refit: bo
     return frozenset(named | ({"output"} if refit else set()) or {"value"})
 
 
-def bases_bytes(shape: AttentionShape, form: LayerForm) -> int:
-    """Bytes of a layer's bases: encode and decode of each latent, float64."""
-    count, columns = latent_size(form, shape)
-    return 8 * len(form.latent_names) * 2 * count * columns**2
+def solving_bytes(shape: AttentionShape, form: LayerForm, moments: Iterable[str], vectors: Iterable[int]) -> int:
+    """Memory of computing a layer's bases, beside its moments.
+
+    A symmetrised copy of the largest moment, the matrices of the closed forms (twelve float64 of a group's width), and
+    the projections. Fisher information of one latent at a time is unpacked to float64 and copied: about nine times
+    what is stored of it.
+
+    Args:
+        moments: names of those that are read. vectors: bytes of what is stored of each latent's Fisher information.
+    """
+    groups, width = shape.num_kv_heads // form.group_size, form.group_size * shape.head_dim
+    copied = max(moments_bytes(shape, form.group_size, [name]) for name in moments)
+    projections = 8 * (shape.query_width + shape.kv_width) * shape.hidden_size
+    return copied + 96 * groups * width**2 + projections + 9 * max(vectors, default=0)
 
 
 def layer_bases(

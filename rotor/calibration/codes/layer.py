@@ -63,13 +63,13 @@ def layer_codes(bases: LayerBases, gradients: LayerFisher, device: torch.device 
         information = gradients.per_token(name)
         if pair.mean is not None:
             vectors, first = (x - pair.mean.unsqueeze(1) for x in (vectors, first))
-        latents, exact = vectors @ pair.encode, first @ pair.encode
+        latents, on_level = vectors @ pair.encode, first @ pair.encode
         scale = length = None
         if pair.mean is not None:
             length = scaling_channels(pair, information, latents, share)
-            scale, of_first = (row_scale(z, length) for z in (latents, exact))
-            exact = exact / of_first.unsqueeze(-1)
-        side = side_codes(pair, information, latents, by_vectors, share, exact.squeeze(1), scale, device=device)
+            scale, scale_of_first = (row_scale(z, length) for z in (latents, on_level))
+            on_level = on_level / scale_of_first.unsqueeze(-1)
+        side = side_codes(pair, information, latents, by_vectors, share, on_level.squeeze(1), scale, device=device)
         sides.append(side if length is None else replace(side, length=length))
     return LayerCodes(tuple(sides))
 

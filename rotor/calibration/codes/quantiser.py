@@ -16,9 +16,6 @@ from ...checkpoint.bases import ChannelCode
 from ...errors import NumericsError
 from ...numerics import one_thread
 
-SAMPLED_TOKENS = 4096
-"""Tokens whose keys and values are kept, enough to fit the code of a channel."""
-
 CLIP_CANDIDATES = 12
 """Scales of the initial grid: the clip falls from the largest deviation by factors of the square root of two."""
 
@@ -50,7 +47,7 @@ class ChannelFit(NamedTuple):
 
 
 def measure_channels(
-    latents: Tensor, weights: Tensor | None, widths: tuple[int, ...], exact: Tensor | None = None
+    latents: Tensor, weights: Tensor | None, widths: tuple[int, ...], on_level: Tensor | None = None
 ) -> ChannelFit:
     """Fit mean and scale of every channel at every width by the weighted squared error on samples.
 
@@ -62,7 +59,7 @@ def measure_channels(
         latents: [samples, channels], float64.
         weights: [samples, channels], cost of a squared error in any unit; None for equal weights.
         widths: bits, rising.
-        exact: [channels], a latent that should be coded without error: levels move by at most half a step to hit it.
+        on_level: [channels], a latent that should be coded without error: levels move by at most half a step to hit it.
     Raises:
         NumericsError: a sample is not finite.
     """
@@ -83,8 +80,8 @@ def measure_channels(
                 fits.append(
                     _fit(latents, weights, bits, (fits[-1], before) if before and bits > MAX_GRID_BITS else None)
                 )
-        if exact is not None:
-            fits = [_through_exact(latents, weights, bits, fit, exact) for bits, fit in zip(widths, fits, strict=True)]
+        if on_level is not None:
+            fits = [_through(on_level, latents, weights, bits, fit) for bits, fit in zip(widths, fits, strict=True)]
     means, scales, errors = (torch.stack(parts) for parts in zip(*fits, strict=True))
     distortion = torch.where(variance > 0, errors / variance.clamp(min=torch.finfo(torch.float64).tiny), 0.0)
     return ChannelFit(variance, means, scales, distortion)
@@ -94,11 +91,11 @@ _Fit = tuple[Tensor, Tensor, Tensor]
 """(mean, scale, mean squared error) of each channel, [channels]."""
 
 
-def _through_exact(latents: Tensor, weights: Tensor, bits: int, fit: _Fit, exact: Tensor) -> _Fit:
-    """Shift the levels of a fit so that a vector is coded exactly, see `measure_channels`."""
+def _through(on_level: Tensor, latents: Tensor, weights: Tensor, bits: int, fit: _Fit) -> _Fit:
+    """Shift the levels of a fit so that a latent lies on one, see `measure_channels`."""
     mean, scale, _ = fit
     code = ChannelCode(torch.full_like(mean, bits), mean, scale)
-    shift = (bits > 0) * (exact - code.decode(code.encode(exact))).clamp(min=-scale / 2, max=scale / 2)
+    shift = (bits > 0) * (on_level - code.decode(code.encode(on_level))).clamp(min=-scale / 2, max=scale / 2)
     error = code.decode(code.encode(latents - shift)) + shift - latents
     return mean + shift, scale, (weights * error.square()).sum(0)
 

@@ -99,8 +99,8 @@ def side_codes(
         costs, latents = scaled, latents / scale.unsqueeze(-1)
     groups = zip(latents, costs, first, strict=True)
     fits = [
-        measure_channels(latent.to(device), cost.to(device), FITTED_BITS, exact.to(device))
-        for latent, cost, exact in groups
+        measure_channels(latent.to(device), cost.to(device), FITTED_BITS, on_level.to(device))
+        for latent, cost, on_level in groups
     ]
     variance, *parts = zip(*fits, strict=True)
     mean_of, scale_of, distortion = (torch.stack(part, dim=1).cpu() for part in parts)

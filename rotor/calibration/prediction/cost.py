@@ -6,8 +6,8 @@ The projections (q, k, v, o and the bases) are read once for the whole batch, be
 uncompressed model's attention is assumed to be limited by bytes alone.
 
 Queries that are absorbed once a block of positions are written and read again: as many bytes as the rows, where two KV
-heads share a latent. A layer that rebuilds keys in memory (`kernels.defaults`: more fast planes than a tile rebuilds)
-reads its rows, and writes and reads keys and values of full width. Norms, new tokens, launches and everything outside
+heads share a latent. A layer that expands keys in memory (`kernels.dispatch`: those stored before RoPE) reads its rows,
+and writes and reads keys and values of full width. Norms, new tokens, launches and everything outside
 attention are left out.
 
 Source: the roofline model (Williams, Waterman and Patterson, 2009).
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.tensors import layer_tensors
-from ...kernels.defaults import default_layer
+from ...kernels.dispatch import default_layer
 from .devices import Device
 from .instructions import group_instructions
 
@@ -43,7 +43,7 @@ class DecodeStep:
 class LayerTime:
     """Predicted attention of one layer in a decode step.
 
-    cache_bytes: bytes of the cache that are read, and written if keys are rebuilt in memory.
+    cache_bytes: bytes of the cache that are read, and written if keys are expanded in memory.
     instructions: warp instructions.
     projection_bytes: bytes of weights.
     """
@@ -78,7 +78,7 @@ def layer_time(layout: LayerLayout, shape: AttentionShape, device: Device, step:
 
 def layer_bytes(layout: LayerLayout, shape: AttentionShape, element_bytes: int) -> int:
     """Bytes per token that attention of a compressed layer reads and writes: rows, and absorbed queries or, if it
-    rebuilds keys in memory, these."""
+    expands keys in memory, these."""
     rows = sum(layout.row_bytes(element_bytes))
     if default_layer(layout).materialise:
         return rows + 2 * uncompressed_layer_bytes(shape, element_bytes)
@@ -101,9 +101,9 @@ def uncompressed_layer_bytes(shape: AttentionShape, element_bytes: int) -> int:
 
 def decode_seconds(layouts: Sequence[LayerLayout], shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step: attention in all layers, with their projections."""
-    return sum(layer_time(own, shape.layer(n), device, step).seconds for n, own in enumerate(layouts))
+    return sum(layer_time(layout, shape.layer(n), device, step).seconds for n, layout in enumerate(layouts))
 
 
 def uncompressed_decode_seconds(shape: AttentionShape, device: Device, step: DecodeStep) -> float:
     """Predict the seconds of a decode step of the uncompressed model."""
-    return sum(count * uncompressed_layer_time(own, device, step).seconds for own, count in shape.sizes.items())
+    return sum(count * uncompressed_layer_time(sizes, device, step).seconds for sizes, count in shape.sizes.items())

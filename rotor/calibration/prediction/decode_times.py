@@ -14,17 +14,20 @@ from ...checkpoint.layout import (
     LayerForm,
     LayerLayout,
 )
-from ...checkpoint.rows import PLANE, CodedRow, NumberRow, Row
+from ...checkpoint.rows import UNIT_NIBBLES, CodedRow, NumberRow, Row
 from ...checkpoint.sizes import kv_bytes_per_token
+from ..form import group_sizes
 from .cost import DecodeStep, layer_time, uncompressed_layer_time
 from .devices import Device
 
 SCENARIOS: tuple[tuple[str, float], ...] = (("0.75", 0.75), ("0.875", 0.875), ("0.94", 0.9375))
 """Name and compression of each scenario."""
 
-SHARED_NUMBERS = 256
-"""Most numbers of the keys that share a latent: four heads of 64, two of 128, one of 256. At 7/8 removed their row has
-256 nibbles; on an H100 an 8B's attention takes less time with it than with one head a latent (docs/speed.md)."""
+FEWER_ARE_FASTER = 0.1
+"""Share of the time that rows of fewer heads must spare to be worth naming."""
+
+COMPARED_COMPRESSION = 0.75
+"""Compression at which the recipe's form is compared with no compression."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +64,14 @@ def decode_times(
     blocks = KeyForm(MOST_ROPE_BLOCK) if shape.rotates else POST_ROPE
     forms = list(dict.fromkeys([*((form.keys, form.joint) for form in chosen), (blocks, True), (POST_ROPE, False)]))
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
-    most = max(shape.sizes, key=lambda own: own.rotary_planes)
-    base = sum(count * uncompressed_layer_time(own, device, step).attention_s for own, count in shape.sizes.items())
-    heads = sum(count * own.num_kv_heads for own, count in shape.sizes.items())
+    most = max(shape.sizes, key=lambda sizes: sizes.rotary_planes)
+    base = sum(count * uncompressed_layer_time(sizes, device, step).attention_s for sizes, count in shape.sizes.items())
+    heads = sum(count * sizes.num_kv_heads for sizes, count in shape.sizes.items())
     times = []
     for candidate in candidates:
         for scenario, removed in SCENARIOS:
             layouts = _layouts(shape, candidate, 1 - removed, True)
-            parts = [(count, layer_time(layout, own, device, step)) for own, count, layout in layouts]
+            parts = [(count, layer_time(layout, sizes, device, step)) for sizes, count, layout in layouts]
             seconds = sum(count * time.attention_s for count, time in parts)
             times.append(
                 DecodeTime(
@@ -93,7 +96,7 @@ def _layouts(
 
     See `uniform_layout`.
     """
-    return [(own, count, uniform_layout(own, form, kept, coded)) for own, count in shape.sizes.items()]
+    return [(sizes, count, uniform_layout(sizes, form, kept, coded)) for sizes, count in shape.sizes.items()]
 
 
 def _settings(form: LayerForm, shape: AttentionShape) -> str:
@@ -114,18 +117,18 @@ def slower(times: Sequence[DecodeTime], scenario: str) -> tuple[DecodeTime, Deco
         same key form where there is one; None without any.
     """
     there = [time for time in times if time.scenario == scenario]
-    own = max((time for time in there if time.chosen), key=lambda time: time.share, default=None)
-    if own is None or own.share <= 1:
+    slowest = max((time for time in there if time.chosen), key=lambda time: time.share, default=None)
+    if slowest is None or slowest.share <= 1:
         return None
     fast = [time for time in there if time.share <= 1]
-    same = [time for time in fast if _but_heads(time) == _but_heads(own)]
-    return own, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
+    same = [time for time in fast if _but_heads(time) == _but_heads(slowest)]
+    return slowest, min(same, key=lambda time: time.share, default=min(fast, key=lambda time: time.share, default=None))
 
 
 def too_wide(times: Sequence[DecodeTime]) -> dict[str, list[str]]:
     """Forms whose rows have more KV heads than is worth their time, and the scenarios where that is so: rows of fewer
     heads, of the same key form and as many bytes, are predicted to take at least FEWER_ARE_FASTER less."""
-    found: dict[str, list[str]] = {}
+    scenarios: dict[str, list[str]] = {}
     for time in times:
         fewer = [
             other.share
@@ -133,30 +136,12 @@ def too_wide(times: Sequence[DecodeTime]) -> dict[str, list[str]]:
             if (other.scenario, _but_heads(other)) == (time.scenario, _but_heads(time)) and other.heads < time.heads
         ]
         if time.instructions_per_key and min(fewer, default=time.share) < (1 - FEWER_ARE_FASTER) * time.share:
-            found.setdefault(time.candidate, []).append(time.scenario)
-    return found
+            scenarios.setdefault(time.candidate, []).append(time.scenario)
+    return scenarios
 
 
 def _but_heads(time: DecodeTime) -> str:
     return time.candidate.rpartition(",")[0]
-
-
-def group_sizes(shape: AttentionShape) -> list[int]:
-    """KV heads that can share a latent in all layers: every divisor of their number, ascending."""
-    return [size for size in range(1, shape.shared_kv_heads + 1) if shape.shared_kv_heads % size == 0]
-
-
-FEWER_ARE_FASTER = 0.1
-"""Share of the time that rows of fewer heads must spare to be worth naming."""
-
-COMPARED_COMPRESSION = 0.75
-"""Compression at which the recipe's form is compared with no compression."""
-
-
-def best_group_size(shape: AttentionShape) -> int:
-    """The most KV heads that share a latent: the largest divisor of their number within SHARED_NUMBERS, or one."""
-    dim = max(own.head_dim for own in shape.sizes)
-    return max((size for size in group_sizes(shape) if size * dim <= SHARED_NUMBERS), default=1)
 
 
 def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: bool) -> LayerLayout:
@@ -165,8 +150,8 @@ def uniform_layout(shape: AttentionShape, form: LayerForm, kept: float, coded: b
     A joint row is as wide as two separate latents together.
     """
     keys, size, joint = form
-    planes = max(1, round(kept * form.columns(shape.head_dim) * (4 if coded else 1) / PLANE))
-    row: Row = CodedRow(n4=planes * PLANE - joint, scaled=joint) if coded else NumberRow(planes * PLANE)
+    units = max(1, round(kept * form.columns(shape.head_dim) * (4 if coded else 1) / UNIT_NIBBLES))
+    row: Row = CodedRow(n4=units * UNIT_NIBBLES - joint, scaled=joint) if coded else NumberRow(units * UNIT_NIBBLES)
     heads = range(shape.num_kv_heads)
     groups = (GroupLayout(tuple(heads[i : i + size]), row, None if joint else row) for i in heads[::size])
     return LayerLayout(tuple(groups), *keys)

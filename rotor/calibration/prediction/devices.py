@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ...checked import Reader, nearest_name
-from ...checkpoint.yaml_files import read_yaml
+from ...checkpoint.files import read_yaml
 from ...errors import RecipeError
 
 INSTRUCTIONS_PER_CYCLE = 1.5

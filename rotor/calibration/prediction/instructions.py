@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
-from ...checkpoint.rows import WORD_PLANES, CodedRow, Row
+from ...checkpoint.rows import WORD_NIBBLES, CodedRow, Row
 
 DECODING = {64: 9.1, 128: 12.5, 256: 18.7, 512: 31.1}
 """Instructions of decoding a key of a group by the nibbles, or numbers, of its row, for up to 8 query rows (sm_90)."""
@@ -21,8 +21,8 @@ MORE_ROWS = 0.3
 ABSORBING = {64: 0.39, 128: 0.45, 256: 0.6, 512: 0.93}
 """Instructions of absorbing a query head once in 64 positions, a key (sm_90)."""
 
-SPLIT_PLANE = 0.16
-"""Share of instructions that a split plane adds."""
+SPLIT_LANE = 0.16
+"""Share of instructions that a split lane adds."""
 
 
 @lru_cache(maxsize=1 << 14)
@@ -36,12 +36,12 @@ def group_instructions(layout: LayerLayout, group: GroupLayout, shape: Attention
 
 def _decoding(row: Row) -> float:
     split = row.split if isinstance(row, CodedRow) else 0
-    return _at(DECODING, _width(row)) * (1 + SPLIT_PLANE * split)
+    return _at(DECODING, _width(row)) * (1 + SPLIT_LANE * split)
 
 
 def _width(row: Row) -> int:
     """Nibbles, or numbers, of a row."""
-    return WORD_PLANES * row.words if isinstance(row, CodedRow) else row.rank
+    return WORD_NIBBLES * row.words if isinstance(row, CodedRow) else row.rank
 
 
 def _at(counts: dict[int, float], width: int) -> float:

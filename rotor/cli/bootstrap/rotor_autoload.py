@@ -36,8 +36,8 @@ def _import_rotor():  # type: ignore[no-untyped-def]
     import warnings
 
     try:
-        found = importlib.util.find_spec("rotor")
-        places = [*(found.submodule_search_locations or ()), str(found.origin)] if found else ["nowhere"]
+        spec = importlib.util.find_spec("rotor")
+        places = [*(spec.submodule_search_locations or ()), str(spec.origin)] if spec else ["nowhere"]
         if not any(os.path.isfile(os.path.join(place, "cli", "bootstrap", "rotor_autoload.py")) for place in places):
             raise ImportError(f"the module rotor is {places[0]} here, which hides the package rotor-kv")
         import rotor  # noqa: F401

@@ -132,7 +132,7 @@ class GEARCode(Codec):
         if not self.spans:
             return left @ right.mT
         columns = (right[:, 0, :, span].mT for span in self.spans)
-        latents = [left[:, group] @ own for group, own in enumerate(columns)]
+        latents = [left[:, group] @ group_columns for group, group_columns in enumerate(columns)]
         return torch.cat(latents, dim=-1).unsqueeze(1)
 
     @property

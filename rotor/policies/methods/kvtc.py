@@ -64,10 +64,10 @@ class KVTC(FittedQuantiser):
             least = torch.stack(errors).min(0)
             steps.append(tried.gather(0, least.indices[None])[0])
             losses.append(least.values)
-        found = allocate(torch.stack(losses, 1), int(self.bits * len(mean)))
-        order = found.argsort(descending=True, stable=True)
-        step = torch.stack(steps, 1).gather(1, torch.searchsorted(torch.tensor(WIDTHS), found)[:, None])[:, 0]
-        return TransformCode(mean.float(), basis[:, order].float(), step[order].float(), found[order])
+        allocated = allocate(torch.stack(losses, 1), int(self.bits * len(mean)))
+        order = allocated.argsort(descending=True, stable=True)
+        step = torch.stack(steps, 1).gather(1, torch.searchsorted(torch.tensor(WIDTHS), allocated)[:, None])[:, 0]
+        return TransformCode(mean.float(), basis[:, order].float(), step[order].float(), allocated[order])
 
 
 def allocate(losses: Tensor, budget: int) -> Tensor:
@@ -117,17 +117,17 @@ class TransformCode(Codec):
         (stored,) = parts
         mean, basis, step = (part.to(stored.device) for part in (self.mean, self.basis, self.step))
         rows = mean.expand(*stored.shape[:3], -1)
-        for at, bits, own in self._runs():
-            codes = unpack(stored[..., own], bits, at.stop - at.start).float()
+        for at, bits, place_in_code in self._runs():
+            codes = unpack(stored[..., place_in_code], bits, at.stop - at.start).float()
             rows = rows + decoded(codes, step[at], bits) @ basis[:, at].mT
         return heads_apart(rows, num_heads)
 
     def _runs(self) -> list[tuple[slice, int, slice]]:
         """The components of each number of bits, but none; the bits; and their bytes."""
-        found, start, byte = [], 0, 0
+        runs, start, byte = [], 0, 0
         for bits in reversed(WIDTHS[1:]):
             count = int((self.bits == bits).sum())
             size = -(-count * bits // 8)
-            found += [(slice(start, start + count), bits, slice(byte, byte + size))] if count else []
+            runs += [(slice(start, start + count), bits, slice(byte, byte + size))] if count else []
             start, byte = start + count, byte + size
-        return found
+        return runs

@@ -12,11 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...checkpoint.layout import GroupLayout, LayerLayout
-from ...checkpoint.rows import NIBBLE_BITS, PLANE, WIDTHS, WORD_PLANES, CodedRow, NumberRow, Row
-from ...kernels.parameters import AttentionParameters, seq_len_of
+from ...checkpoint.rows import NIBBLE_BITS, UNIT_NIBBLES, WIDTHS, WORD_NIBBLES, CodedRow, NumberRow, Row
+from ...kernels.parameters import AttentionParameters, resize_layer, seq_len_of
 from ...kernels.reference.attention import join, partial_attention
 from ...kernels.rotary import Rotation
-from ...kernels.rows import resize_layer
 from ...runtime.steps import AttentionCall
 from ..layer import PolicyLayer, StoredSequence, behind_padding, right_aligned
 from ..policy import Policy, Share
@@ -110,8 +109,8 @@ class Tiers(Policy):
 
     def shares(self, count: int) -> tuple[float, ...]:
         """g of each of `count` layers."""
-        own = self.layer_important or (self.important,) * count
-        return tuple(own[layer] for layer in self.shared_with) or own
+        important = self.layer_important or (self.important,) * count
+        return tuple(important[layer] for layer in self.shared_with) or important
 
     @property
     def in_words(self) -> str:
@@ -190,20 +189,20 @@ class TieredLayer(PolicyLayer):
     ) -> tuple[Tensor, Tensor]:
         """Attention over all rows that are stored, and its log-sum-exp; see `kernels.reference.partial_attention`."""
         if self.layout.coded or rotation is not None:
-            found = [self._whole(sequence) for sequence in self.sequences]
-            keys, values = (right_aligned(side, 0.0) for side in zip(*found, strict=True))
+            whole = [self._whole(sequence) for sequence in self.sequences]
+            keys, values = (right_aligned(side, 0.0) for side in zip(*whole, strict=True))
             return partial_attention(query, keys, values, parameters, rotation, mask)
         high, low = (_CutAttention(parameters, layout) for layout in self.layouts)
         outputs, sums = [], []
         for row, sequence in enumerate(self.sequences):
-            own = query[row : row + 1]
+            row_query = query[row : row + 1]
             of_sequence = None if mask is None else mask[row : row + 1] if len(mask) > 1 else mask
             parts = []
             for cut, rows, important in (high, sequence.high, True), (low, sequence.low, False):
                 places = (sequence.important == important).nonzero()[:, 0]
                 if len(places) or not sequence.tokens:  # of padding alone: zeros
                     seen = self._columns(of_sequence, places + sequence.start)
-                    parts.append(cut(own, rows, seen))
+                    parts.append(cut(row_query, rows, seen))
             output, log_sum = zip(*parts, strict=True)
             joined = join(list(output), list(log_sum), high.widths) if len(parts) > 1 else parts[0]
             outputs.append(joined[0])
@@ -324,7 +323,7 @@ class _CutAttention:
 
 
 def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLayout:
-    """Cut a share of each latent off its end: to the nearest number of channels (of codes: of planes), at least one."""
+    """Cut a share of each latent off its end: to the nearest number of channels, or units of 16 nibbles; one stays."""
     groups = (
         GroupLayout(g.kv_heads, cut_latent(g.key, qk_ratio), g.value and cut_latent(g.value, v_ratio))
         for g in layout.groups
@@ -333,10 +332,10 @@ def cut_layout(layout: LayerLayout, qk_ratio: float, v_ratio: float) -> LayerLay
 
 
 def cut_latent(latent: Row, ratio: float) -> Row:
-    """The first channels of a latent, as many as lie in whole planes."""
+    """The first channels of a latent, as many as lie in whole units."""
     if isinstance(latent, NumberRow):
         return NumberRow(_kept(latent.rank, ratio, 1))
-    nibbles = _kept(WORD_PLANES * latent.words, ratio, PLANE) - latent.scaled
+    nibbles = _kept(WORD_NIBBLES * latent.words, ratio, UNIT_NIBBLES) - latent.scaled
     left, counts = nibbles * NIBBLE_BITS, []
     for bits, count in zip(WIDTHS, latent.counts, strict=True):
         counts.append(min(count, left // bits))

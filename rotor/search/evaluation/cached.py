@@ -45,15 +45,15 @@ def constant_rope_tokens(config: PreTrainedConfig) -> int | None:
     Beyond these, keys that a cache holds keep the frequencies of their pass, and one pass over a whole row gives all
     tokens those of its end.
     """
-    own = config.get_text_config()
-    rope = getattr(own, "rope_parameters", None) or {}
+    text_config = config.get_text_config()
+    rope = getattr(text_config, "rope_parameters", None) or {}
     most = []
     for part in (rope, *rope.values()):  # of all layers, or by their type
         kind = str(part.get("rope_type")) if isinstance(part, dict) else ""
         if kind == "longrope":
             most.append(part["original_max_position_embeddings"])
         elif "dynamic" in kind and not part.get("alpha"):  # a fixed alpha (Hunyuan) stretches the base for all lengths
-            most.append(own.max_position_embeddings)
+            most.append(text_config.max_position_embeddings)
     return min(most, default=None)
 
 

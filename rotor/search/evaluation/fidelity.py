@@ -224,9 +224,9 @@ class FidelityMeter:
 
         def measure(rows: slice | list[int], columns: slice) -> dict[str, float]:
             before, after = whole.part(rows, columns), text.part(rows, columns)
-            found = {name: measure_text(name, before, after) for name in names}
-            return {metric_info(name).accuracy_field: one.value for name, one in found.items()} | {
-                field: value for one in found.values() for field, value in one.fields.items() if field in METRICS
+            ratios = {name: measure_text(name, before, after) for name in names}
+            return {metric_info(name).accuracy_field: one.value for name, one in ratios.items()} | {
+                field: value for one in ratios.values() for field, value in one.fields.items() if field in METRICS
             }
 
         length = start + text.nll.shape[1] + 1

@@ -11,7 +11,7 @@ the two (artifacts/NOTES.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,9 @@ COMMON = 256
 
 STATEMENTS = 2
 """Times that a run is stated before it is to be copied, so that the model can tell that it repeats."""
+
+KEY_TOKENS = 19
+"""Tokens that state a key of a look-up and ask for it, about."""
 
 DICT_NAMES = ("table", "config", "index", "codes")
 
@@ -106,6 +109,16 @@ def make_prompts(name: str, context: EvaluationContext, split: str) -> Prompts:
     """
     generator = torch.Generator().manual_seed(2 * context.spec.seed + (split == "report"))
     return PROMPTS[name](context, split, generator)
+
+
+def prompt_tokens(spec: Evaluation, names: Sequence[str]) -> int:
+    """About the tokens of the prompts that metrics of these names need."""
+    sizes = {
+        "lookup": (spec.lookup_prompts, KEY_TOKENS * spec.lookup_keys),
+        "copy": (spec.copy_prompts, (STATEMENTS + 1) * spec.copy_tokens),  # stated, and asked for
+    }
+    asked = [sizes[name] for name in sizes if name in names]
+    return sum(count * min(spec.seq_len, spec.filler_tokens + tokens) for count, tokens in asked)
 
 
 def lookup_prompts(context: EvaluationContext, split: str, generator: torch.Generator) -> Prompts:

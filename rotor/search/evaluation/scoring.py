@@ -12,12 +12,16 @@ from torch.nn.functional import cross_entropy
 
 from ...errors import NumericsError
 from ...models.layerwise import LayerwiseModel, logit_batches
-from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES
+from ...models.memory import HEAD_POSITIONS, LOGIT_BYTES, LOGIT_COPIES
 from ...numerics import is_finite
-from ...progress import Advance
 
 BLOCK_BYTES = 1 << 24
 """Memory that one float32 tensor of the positions that are scored at a time may take."""
+
+
+def scoring_bytes(device: torch.device, vocab_size: int) -> int:
+    """Memory of `score`: the logits of a batch in several copies."""
+    return LOGIT_COPIES * max(LOGIT_BYTES[device.type], HEAD_POSITIONS * 4 * vocab_size)
 
 
 @dataclass(frozen=True)
@@ -123,7 +127,6 @@ def position_scores(logits: Tensor, labels: Tensor, reference: Tensor | None = N
 def score(
     network: LayerwiseModel,
     rows: Tensor,
-    advance: Advance = lambda done: None,
     reference: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Scores:
@@ -134,7 +137,7 @@ def score(
         states: the model's own, if they are known.
     """
     if states is None:
-        states = network.final_states(rows, advance)
+        states = network.final_states(rows)
     parts = []
     with network.head() as head:
         for batch, positions in logit_batches(network, rows):

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...checked import JsonObject
 from ...errors import CheckpointError, DataError, RotorError, UsageError
-from ...installing import pip_install
 from ...models.tokenizer import text_start
+from ...versions import pip_install
 from .measurement import Measurement
 
 if TYPE_CHECKING:

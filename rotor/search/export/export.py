@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.bases import FoldedBases, LayerBases
 from ...checkpoint.families import find_family, language_model_setting
-from ...checkpoint.file_names import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON
+from ...checkpoint.files import CARD, KERNEL_CONFIG, RECIPE, ROTOR_JSON, tensor_sha256, write_json, write_text
 from ...checkpoint.folding import fold_bases, model_layouts
-from ...checkpoint.hashes import tensor_sha256
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import write_manifest
@@ -28,10 +26,9 @@ from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SourceInfo, TensorI
 from ...checkpoint.section import FORMAT_VERSION, MARK
 from ...checkpoint.sizes import CacheSize
 from ...errors import CheckpointError, system_errors
-from ...kernels.defaults import default_config
+from ...kernels.dispatch import default_config
 from ...logs import log_file
-from ...models.sidecars import sidecars
-from ...models.source import INDEX_FILE, Checkpoint
+from ...models.source import INDEX_FILE, Checkpoint, sidecars
 from ...models.splits import SPLITS
 from ...options import with_fields_of
 from ...progress import Progress, StageTimes
@@ -41,9 +38,8 @@ from ..evaluation.accuracy import Accuracy
 from ..point import Point
 from ..report.report import write_with_checkpoint
 from .job import ExportJob
-from .model_card import model_card
+from .model_card import model_card, repeated_metadata
 from .search import RankSearch
-from .source_card import repeated_metadata
 from .texts import texts_before_and_after
 
 if TYPE_CHECKING:
@@ -154,7 +150,7 @@ def _write(
         report["texts"] = texts
     if apart:
         source = report["source"]
-        found: SourceInfo = {
+        source_info: SourceInfo = {
             "name": source["name"],
             "path": source["path"],
             "hub_id": source.get("hub_id"),
@@ -162,7 +158,7 @@ def _write(
             "shards": source["shards"],
             "sizes": {file: checkpoint.bytes_of(file) for file in source["shards"]},
         }
-        config["quantization_config"]["source"] = found
+        config["quantization_config"]["source"] = source_info
         if not {"dtype", "torch_dtype"} & config.keys():  # the bases' own would be taken for the model's
             config["dtype"] = str(dtype).removeprefix("torch.")
     write_json(staging / "config.json", config)

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...calibration.planning.form import block_warning, stays_after_rope
+from ...calibration.form import block_warning, stays_after_rope
 from ...calibration.run import Run
 from ...checkpoint.families import Family, find_family
-from ...checkpoint.hashes import file_sha256
+from ...checkpoint.files import file_sha256
 from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.publishing import check_space
 from ...errors import CheckpointError, UsageError
-from ...models.lengths import context_tokens
+from ...models.sequences import context_tokens
 from ...models.source import Checkpoint
 from ...recipe.recipe import Recipe
 from ...recipe.requests import ExportRequest

@@ -10,10 +10,8 @@ from typing import cast
 
 from ...calibration.run import Run
 from ...checked import Reader
-from ...checkpoint.atomic import write_json, write_text
 from ...checkpoint.families import family_of
-from ...checkpoint.file_names import CARD, ROTOR_JSON
-from ...checkpoint.json_files import read_json
+from ...checkpoint.files import CARD, ROTOR_JSON, read_json, write_json, write_text
 from ...checkpoint.locks import exclusive
 from ...checkpoint.manifest import Manifest, write_manifest
 from ...checkpoint.output_folder import OutputFolder

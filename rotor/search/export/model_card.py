@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from huggingface_hub import ModelCard, ModelCardData
 
 from ...checkpoint.families import Family
-from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.files import MAX_CHARACTERS, ROTOR_JSON, read_yaml
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo
 from ...checkpoint.sizes import share_removed
-from ...installing import pip_install
+from ...errors import RecipeError
 from ...progress import in_bytes
 from ...recipe.recipe import Recipe
+from ...versions import pip_install
 from ..evaluation.accuracy import Accuracy
+
+REPEATED = ("license", "license_name", "license_link", "language")
+"""Fields of a card's metadata that hold for what is made of the model, too."""
 
 
 def model_card(
@@ -158,3 +163,27 @@ def markdown(text: str) -> str:
     """Text of unknown origin so that Markdown, and HTML in it, shows it as it is, on one line."""
     line = "".join(character if character.isprintable() else " " for character in text)
     return re.sub(r"([\\`*_\[\]<>&|~$#!])", r"\\\1", line)
+
+
+def repeated_metadata(folder: Path) -> dict[str, str | list[str]]:
+    """The fields of REPEATED in the metadata of a model's README.md; nothing where it has none that can be read."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return {}
+    text = path.read_bytes()[:MAX_CHARACTERS].decode("utf-8", "replace")
+    begin, separator, rest = text.partition("---\n")
+    block, end, _ = rest.partition("\n---")
+    if begin.strip() or not separator or not end:
+        return {}
+    try:
+        metadata = read_yaml(block, str(path))
+    except RecipeError:
+        return {}
+    fields = metadata if isinstance(metadata, dict) else {}
+    return {name: fields[name] for name in REPEATED if _is_text(fields.get(name))}
+
+
+def _is_text(value: object) -> bool:
+    """Tell whether a value is text, or a list of texts."""
+    items = value if isinstance(value, list) else [value]
+    return bool(items) and all(isinstance(item, str) and item.isprintable() and len(item) < 200 for item in items)

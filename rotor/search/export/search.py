@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...calibration.allocation.plan import Plan
-from ...calibration.planning.outline import evaluation_plan
 from ...checkpoint.folding import model_layouts
 from ...errors import UsageError
 from ...models.compressible import CompressibleModel
-from ...models.device_plan import DevicePlan
+from ...models.hardware import DevicePlan
 from ...models.readiness import describe_evaluation
 from ...models.splits import EvaluationData, evaluation_data
 from ...progress import Progress, StageTimes, in_time
 from ..evaluation.accuracy import Fidelity
+from ..evaluation.estimate import evaluation_plan
 from ..evaluation.fidelity import FidelityMeter
 from ..evaluation.prompts import EvaluationContext
 from ..plan_choice import find_plan, plan_for
@@ -97,25 +97,27 @@ class RankSearch(PlanEvaluator):
         layouts = model_layouts(self.run.bases(plan.channels), plan.ranks)
         cache = Cache(plan, layouts, self.run.shape, int(self.run.info["element_bytes"]))
 
-        def shared(found: Tiers) -> Tiers:
+        def shared(candidate: Tiers) -> Tiers:
             """The policy with the layers that share a choice at its shares."""
-            if found.share_above is None or len(layouts) == 1:
-                return replace(found, search=False)
-            shares = found.shares(len(layouts))
+            if candidate.share_above is None or len(layouts) == 1:
+                return replace(candidate, search=False)
+            shares = candidate.shares(len(layouts))
             if shares not in leaders:
                 self.compress(plan)
-                agreeing = agreement(self.network.model, found, self.data.search)
-                leaders[shares] = shared_choices(agreeing, found.share_above)
-                self.progress.message(f"g {shares[0]:g}: {agreement_in_words(agreeing, found.share_above)}")
-            return replace(found, search=False, shared_with=leaders[shares])
+                agreeing = agreement(self.network.model, candidate, self.data.search)
+                leaders[shares] = shared_choices(agreeing, candidate.share_above)
+                self.progress.message(f"g {shares[0]:g}: {agreement_in_words(agreeing, candidate.share_above)}")
+            return replace(candidate, search=False, shared_with=leaders[shares])
 
         leaders: dict[tuple[float, ...], tuple[int, ...]] = {}
 
-        def measure(found: RatioPlan) -> Fidelity:
-            assert found.policy is not None
-            self.follow(shared(found.policy))
+        def measure(candidate: RatioPlan) -> Fidelity:
+            assert candidate.policy is not None
+            self.follow(shared(candidate.policy))
             measured = self.search(plan)
-            self.progress.message(f"{found.policy.in_words}: removes {found.stored:.3f}, {measured.accuracy:.4f}")
+            self.progress.message(
+                f"{candidate.policy.in_words}: removes {candidate.stored:.3f}, {measured.accuracy:.4f}"
+            )
             return measured
 
         ways = {"bisection": find_ratios, "regression": find_by_regression, "oracle": find_optimum}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ...checkpoint.schemas import TextInfo
-from ...models.lengths import bounded_seq_len
+from ...models.sequences import bounded_seq_len
 from ...models.tokenizer import as_chat
 from ..point import Point
 from .search import RankSearch

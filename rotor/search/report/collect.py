@@ -1,23 +1,26 @@
-"""Collect what a report shows from the files of a run, a checkpoint, or both; nothing is drawn.
+"""The content of a report's page, collected from the files of a run, a checkpoint, or both; nothing is drawn.
 
 Where something was not measured, the field is empty and `absent` says why: a report never fills a gap.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...calibration.run import Run
 from ...checked import Reader
 from ...checkpoint.families import attention_shape
-from ...checkpoint.file_names import ROTOR_JSON
-from ...checkpoint.layout import AttentionShape, LayerLayout
-from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeInfo
+from ...checkpoint.files import ROTOR_JSON
+from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
+from ...checkpoint.rows import WIDTHS, NumberRow, Row
+from ...checkpoint.schemas import CheckpointInfo, ModelInfo, SequenceInfo, SizeInfo, TextInfo
 from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import CheckpointError, RotorError
 from ...models.compressed import read_report
-from ...models.lengths import LONG_CONTEXT
+from ...models.sequences import LONG_CONTEXT
 from ...models.source import Checkpoint
 from ...progress import in_bytes
 from ...recipe.metric_registry import metric_info
@@ -26,10 +29,87 @@ from ...recipe.recipe import Recipe
 from ..evaluation.accuracy import Accuracy, chance_note
 from ..point import Point
 from ..table import TABLES, RankTable
-from .data import ReportData, groups_of_point
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+WHOLE_BITS = 16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A latent in the map of ranks: channels that are kept of those that there are, and their bits of those at 16.
+
+    widths: `28x8 76x4` are 28 channels of 8 bits and 76 of 4; nothing for channels that are numbers.
+    """
+
+    kv_heads: tuple[int, ...]
+    rank: int
+    channels: int
+    bits: int
+    whole_bits: int
+    widths: str = ""
+
+    @classmethod
+    def of(cls, group: GroupLayout, side: str, head_dim: int) -> Cell:
+        """side: `keys`, which stands for the latents of a joint group too, or `values`."""
+        latent = group.key if side == "keys" else group.values
+        channels = group.columns(head_dim)
+        bits, widths = WHOLE_BITS * latent.rank, ""
+        if not isinstance(latent, NumberRow):
+            bits = sum(latent.bits)
+            counts = {width: latent.bits.count(width) for width in WIDTHS}
+            widths = " ".join(f"{count}x{width}" for width, count in counts.items() if count)
+        return cls(group.kv_heads, latent.rank, channels, bits, WHOLE_BITS * channels, widths)
+
+
+def groups_of_point(run: Run, point: Point) -> list[list[GroupLayout]]:
+    """The groups of each layer of a measured point."""
+    layers = []
+    size = run.form.group_size
+    for index in range(len(point.ranks)):
+        pairs: Sequence[tuple[Row, ...]] = [(NumberRow(qk), NumberRow(v)) for qk, v in point.ranks[index]]
+        if point.channels:
+            pairs = point.channels[index]
+        heads = [tuple(range(i * size, (i + 1) * size)) for i in range(len(pairs))]
+        layers.append([GroupLayout(kv_heads, *pair) for kv_heads, pair in zip(heads, pairs, strict=True)])
+    return layers
+
+
+@dataclass
+class ReportData:
+    """Everything that the page shows.
+
+    kind: `checkpoint` (a folder that export wrote) or `run` (one that calibrate wrote).
+    headline: (label, value, note). spectra: per layer and latent singular values over the largest, averaged over the
+    groups; spectra_of: by latent, what they are of. ratios: (name, value or why there is none) of
+    the point that is shown; ratios_of: the split that they are on.
+    ranks: per layer its groups by KV heads, of latents of `head_dims` channels a head. chosen: of points, that which is
+    shown. absent: section -> why there is nothing to show.
+    """
+
+    kind: str
+    folder: str
+    model: str
+    recipe: Recipe
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    headline: list[tuple[str, str, str]] = field(default_factory=list)
+    spectra: list[dict[str, list[float]]] = field(default_factory=list)
+    spectra_of: dict[str, str] = field(default_factory=dict)
+    ranks: list[list[GroupLayout]] = field(default_factory=list)
+    head_dims: list[int] = field(default_factory=list)
+    ranks_of: str = ""
+    points: list[Point] = field(default_factory=list)
+    chosen: Point | None = None
+    ratios: list[tuple[str, str]] = field(default_factory=list)
+    ratios_of: str = "report"
+    target: float | None = None
+    metric: str = ""
+    sizes: list[tuple[str, str, str]] = field(default_factory=list)
+    timings: list[tuple[str, float, int]] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    texts: list[TextInfo] = field(default_factory=list)
 
 
 def collect(folder: Path) -> ReportData:
@@ -92,8 +172,8 @@ def collect_checkpoint(
         data.points = [chosen]
         data.chosen = chosen
     shape = run.shape if isinstance(run, Run) else attention_shape(Checkpoint(folder).config)
-    data.head_dims = [own.head_dim for own in shape.layers]
-    layouts = [LayerLayout.from_dict(own, ROTOR_JSON) for own in report["layouts"]]
+    data.head_dims = [layer.head_dim for layer in shape.layers]
+    layouts = [LayerLayout.from_dict(layer, ROTOR_JSON) for layer in report["layouts"]]
     if len(layouts) != shape.num_layers:
         raise CheckpointError(
             f"{ROTOR_JSON}: {len(layouts)} layouts, expected {shape.num_layers}.", "Get the checkpoint again."
@@ -174,7 +254,7 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
     data.spectra = [{side: _mean_spectrum(values) for side, values in layer.items()} for layer in spectra]
     if point and not data.ranks:
         data.ranks = groups_of_point(run, point)
-        data.head_dims = [own.head_dim for own in shape.layers]
+        data.head_dims = [layer_shape.head_dim for layer_shape in shape.layers]
 
 
 def _windows(shape: AttentionShape) -> str:

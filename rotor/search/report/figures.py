@@ -1,17 +1,20 @@
 """Figures of a report: accuracy against compression, what each layer keeps, and singular values.
 
-They are narrow, so that text stays readable at the width of a phone.
+They are SVG text, narrow, so that text stays readable at the width of a phone. Colours are CSS (`var(--keys)`), so that
+a figure follows its page, light or dark. The same data gives the same bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
 
 from ...checkpoint.layout import GroupLayout
 from ...checkpoint.rows import WIDTHS, NumberRow, Row
 from ..evaluation.accuracy import Fidelity
-from .data import WHOLE_BITS, Cell, ReportData
-from .drawing import Axis, Chart
+from .collect import WHOLE_BITS, Cell, ReportData
 
 SIDE_NAMES = {"qk": "keys", "vo": "values", "joint": "keys and values"}
 
@@ -27,6 +30,14 @@ LOSS_TICKS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 LINE_POINTS = 100
 """Points of a drawn line at most."""
+
+
+FONT_SIZE = 12
+CHARACTER = 0.56 * FONT_SIZE
+"""About the width of a character, by which labels get room."""
+
+WIDTH, LEFT, RIGHT, BOTTOM = 440, 64, 12, 44
+LEGEND_LINE = 18
 
 
 def figures(data: ReportData) -> dict[str, str]:
@@ -58,7 +69,7 @@ def draw_points(data: ReportData) -> str:
     across = Axis.linear(stored[0] - room, stored[-1] + room, "compression (share of the KV cache removed)")
     chart = Chart(across, accuracy_axis(losses))
     for split, colour in SPLIT_COLOURS.items():
-        if any(split == own for own, _, _ in measured):
+        if any(split == measured_split for measured_split, _, _ in measured):
             chart.legend(f"{split} split, 95 % interval", colour)
     if data.target is not None:
         chart.legend(f"target {data.target:g}", "var(--accent)", shape="line")
@@ -72,9 +83,9 @@ def draw_points(data: ReportData) -> str:
         chart.dot((share, shown_loss(fidelity.accuracy)), SPLIT_COLOURS[split], said)
     shown = data.chosen
     assert shown is not None
-    found: Fidelity | None = shown.report or shown.search
-    assert found is not None
-    chart.ring((shown.stored, shown_loss(found.accuracy)), "var(--accent)")
+    shown_fidelity: Fidelity | None = shown.report or shown.search
+    assert shown_fidelity is not None
+    chart.ring((shown.stored, shown_loss(shown_fidelity.accuracy)), "var(--accent)")
     chart.legend("the point shown here", "var(--accent)", shape="ring")
     return chart.svg(
         f"Accuracy against compression: {len(points)} measured points; the numbers are in the table below."
@@ -108,7 +119,7 @@ def draw_layers(data: ReportData) -> str:
 
 def _parts(groups: Sequence[GroupLayout]) -> list[tuple[str, int | None, int]]:
     """Parts of a layer's bar: latent, bits of its channels (None for numbers), and bits of them all."""
-    found: dict[tuple[str, int | None], int] = {}
+    totals: dict[tuple[str, int | None], int] = {}
     for group in groups:
         latents: list[tuple[str, Row]] = [("joint", group.key)] if group.joint else [("qk", group.key)]
         if not group.joint:
@@ -119,8 +130,8 @@ def _parts(groups: Sequence[GroupLayout]) -> list[tuple[str, int | None, int]]:
             else:
                 counts = {width: width * row.bits.count(width) for width in WIDTHS}
             for width, bits in counts.items():
-                found[side, width] = found.get((side, width), 0) + bits
-    return sorted(((*part, bits) for part, bits in found.items() if bits), key=lambda part: _order(part[:2]))
+                totals[side, width] = totals.get((side, width), 0) + bits
+    return sorted(((*part, bits) for part, bits in totals.items() if bits), key=lambda part: _order(part[:2]))
 
 
 def _order(part: tuple[str, int | None]) -> tuple[int, int]:
@@ -198,3 +209,148 @@ def accuracy_axis(losses: Sequence[float]) -> Axis:
 def layer_colours(layers: int) -> list[str]:
     """A colour for each layer, from the first, violet, to the last, orange; told apart on light and on dark."""
     return [f"hsl({265 - 235 * index / max(layers - 1, 1):.1f} 60% 52%)" for index in range(layers)]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis from `low`, which is left or at the bottom, to `high`; `low` above `high` turns it round.
+
+    ticks: (value, label). log: equal steps are equal ratios.
+    """
+
+    low: float
+    high: float
+    label: str
+    ticks: Sequence[tuple[float, str]]
+    log: bool = False
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 at `low` to 1 at `high`."""
+        low, high, value = map(math.log, (self.low, self.high, value)) if self.log else (self.low, self.high, value)
+        return (value - low) / (high - low)
+
+    @classmethod
+    def linear(cls, low: float, high: float, label: str) -> Axis:
+        """An axis with about five ticks at round numbers."""
+        step = 10 ** math.floor(math.log10((high - low) / 4))
+        step *= next(times for times in (1, 2, 2.5, 5, 10) if times * step * 5 >= high - low)
+        first = math.ceil(low / step - 1e-9)
+        values = [n * step for n in range(first, math.floor(high / step + 1e-9) + 1)]
+        return cls(low, high, label, [(value, f"{value:,.10g}") for value in values])
+
+
+class Chart:
+    """A chart that is drawn upon, and then written by `svg`."""
+
+    def __init__(self, x: Axis, y: Axis, height: float = 280, right: float = RIGHT) -> None:
+        """height: of the plot alone. right: room beside it."""
+        self.x, self.y = x, y
+        self.width, self.height, self.right = WIDTH, height, right
+        self.marks: list[str] = []
+        self.entries: list[tuple[str, str]] = []
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """The place of a point of the axes within the plot."""
+        across = (self.width - LEFT - self.right) * self.x.share(x)
+        return round(LEFT + across, 1), round(self.height * (1 - self.y.share(y)), 1)
+
+    def line(self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1.5, dashes: str = "") -> None:
+        """Draw a line through points."""
+        places = " ".join(f"{x:g},{y:g}" for x, y in (self.place(*point) for point in points))
+        dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
+        self.marks.append(
+            f'<polyline points="{places}" style="fill:none;stroke:{colour}" stroke-width="{width:g}"{dashed}/>'
+        )
+
+    def dot(self, point: tuple[float, float], colour: str, said: str = "", *, radius: float = 4.5) -> None:
+        """Draw a dot; `said` is what a pointer on it shows."""
+        self._round(point, f"fill:{colour}", radius, said)
+
+    def ring(self, point: tuple[float, float], colour: str) -> None:
+        """Draw a ring around a point."""
+        self._round(point, f"fill:none;stroke:{colour}", 9, "", ' stroke-width="2"')
+
+    def box(self, low: tuple[float, float], high: tuple[float, float], colour: str) -> str:
+        """A box between two points, which `group` takes."""
+        (left, bottom), (right, top) = self.place(*low), self.place(*high)
+        top, bottom = sorted((top, bottom))
+        return (
+            f'<rect x="{left:g}" y="{top:g}" width="{right - left:.1f}" height="{bottom - top:.1f}" '
+            f'style="fill:{colour}"/>'
+        )
+
+    def group(self, boxes: Sequence[str], said: str) -> None:
+        """Draw boxes, for all of which a pointer shows the same."""
+        self.marks.append(f"<g><title>{escape(said)}</title>{''.join(boxes)}</g>")
+
+    def legend(self, label: str, colour: str, *, shape: str = "dot") -> None:
+        """Add an entry above the plot. shape: `dot`, `ring`, `line` or `box`."""
+        drawn = {
+            "dot": f'<circle cx="8" cy="-4" r="4" style="fill:{colour}"/>',
+            "ring": f'<circle cx="8" cy="-4" r="5" style="fill:none;stroke:{colour}" stroke-width="2"/>',
+            "line": f'<path d="M0-4h16" style="stroke:{colour}" stroke-width="1.5" stroke-dasharray="2 3"/>',
+            "box": f'<rect y="-10" width="14" height="11" style="fill:{colour}"/>',
+        }
+        self.entries.append((drawn[shape], label))
+
+    def colour_scale(self, colours: Sequence[str], label: str) -> None:
+        """Draw a scale of colours, the first at the bottom, in the room to the right of the plot, with numbers."""
+        left, step = self.width - self.right + 10, self.height / len(colours)
+        for index, colour in enumerate(colours):
+            top = self.height - (index + 1) * step
+            self.marks.append(
+                f'<rect x="{left:g}" y="{top:.1f}" width="10" height="{step + 0.3:.1f}" style="fill:{colour}"/>'
+            )
+        every = max(1, len(colours) // 4)
+        for index in range(0, len(colours), every):
+            self.marks.append(_text(left + 14, self.height - (index + 0.5) * step + 4, str(index), "start"))
+        self.marks.append(_text(left, self.height + 18, label, "start"))
+
+    def svg(self, described: str) -> str:
+        """The chart, `described` for those who do not see it."""
+        legend, lines = self._legend()
+        top = LEGEND_LINE * lines + 10
+        whole = f"0 0 {self.width:g} {top + self.height + BOTTOM:g}"
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{whole}" role="img" aria-label="{escape(described)}" '
+            f'font-size="{FONT_SIZE}">{legend}<g transform="translate(0 {top:g})">'
+            f"{self._axes()}{''.join(self.marks)}</g></svg>"
+        )
+
+    def _round(self, point: tuple[float, float], style: str, radius: float, said: str, more: str = "") -> None:
+        x, y = self.place(*point)
+        title = f"<title>{escape(said)}</title>" if said else ""
+        self.marks.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" style="{style}"{more}>{title}</circle>')
+
+    def _axes(self) -> str:
+        right, parts = self.width - self.right, []
+        for value, label in self.x.ticks:
+            x, _ = self.place(value, self.y.low)
+            parts.append(f'<path d="M{x:g} 0V{self.height:g}" style="stroke:var(--line)"/>')
+            parts.append(_text(x, self.height + 18, label, "middle"))
+        for value, label in self.y.ticks:
+            _, y = self.place(self.x.low, value)
+            parts.append(f'<path d="M{LEFT} {y:g}H{right:g}" style="stroke:var(--line)"/>')
+            parts.append(_text(LEFT - 8, y + 4, label, "end"))
+        parts.append(f'<path d="M{LEFT} 0V{self.height:g}H{right:g}" style="fill:none;stroke:var(--muted)"/>')
+        parts.append(_text((LEFT + right) / 2, self.height + 38, self.x.label, "middle"))
+        turned = f' transform="rotate(-90 12 {self.height / 2:g})"'
+        parts.append(_text(12, self.height / 2, self.y.label, "middle", turned))
+        return "".join(parts)
+
+    def _legend(self) -> tuple[str, int]:
+        """Its entries in lines, as many in each as there is room for; and how many lines."""
+        parts, x, line = [], LEFT, 1 if self.entries else 0
+        for drawn, label in self.entries:
+            wide = 22 + round(CHARACTER * len(label)) + 16
+            if x + wide > self.width and x > LEFT:
+                x, line = LEFT, line + 1
+            parts.append(
+                f'<g transform="translate({x} {LEGEND_LINE * line - 4})">{drawn}{_text(22, 0, label, "start")}</g>'
+            )
+            x += wide
+        return "".join(parts), line
+
+
+def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" style="fill:var(--soft)"{more}>{escape(text)}</text>'

@@ -15,16 +15,14 @@ from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
 from ...calibration.run import Run
-from ...checkpoint.atomic import write_text
-from ...checkpoint.file_names import ROTOR_JSON
+from ...checkpoint.files import ROTOR_JSON, write_text
 from ...checkpoint.output_folder import check_file
 from ...checkpoint.schemas import CheckpointInfo
 from ...errors import UsageError
-from ...installing import pip_install
 from ...progress import in_bytes, in_time
 from ...recipe.recipe import Recipe
-from .collect import collect, collect_checkpoint, collect_run
-from .data import Cell, ReportData
+from ...versions import pip_install
+from .collect import Cell, ReportData, collect, collect_checkpoint, collect_run
 from .figures import SIDE_NAMES, figures
 
 NAME = "report.html"

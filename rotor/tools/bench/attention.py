@@ -21,8 +21,7 @@ from ...checkpoint.layout import AttentionShape, ExactTokens, LayerLayout
 from ...checkpoint.rows import RowScale
 from ...checkpoint.tensors import BASES, FLOAT32, layer_tensors
 from ...errors import NumericsError
-from ...kernels.defaults import default_layer
-from ...kernels.dispatch import layer_served
+from ...kernels.dispatch import default_layer, layer_served
 from ...kernels.exact_slots import ExactSlots
 from ...kernels.parameters import AttentionParameters, seq_len_of
 from ...kernels.passes import Pass
@@ -145,8 +144,8 @@ def random_problem(
     rows = []
     for size, width in zip(layout.row_bytes(dtype.itemsize), (layout.key_width, layout.value_width), strict=True):
         if layout.coded:
-            own = (batch_size, 1, kv_len, size)
-            made = torch.randint(256, own, generator=generator, device=device, dtype=torch.uint8)
+            row_shape = (batch_size, 1, kv_len, size)
+            made = torch.randint(256, row_shape, generator=generator, device=device, dtype=torch.uint8)
             rows.append(with_scales(made, layout, generator) if size else made)
         else:
             rows.append(normal(batch_size, 1, kv_len, width if size else 0).to(dtype))
@@ -277,8 +276,8 @@ def bench_layer(
     rows[SDPA] = sdpa(query, key, value), sdpa(*last)()
     rows |= _baselines(shape, load, dtype, generator, left_out)
     errors = {}
-    for name, (call, exact) in rows.items():
-        errors[name] = relative_error(call(), exact)
+    for name, (call, expected) in rows.items():
+        errors[name] = relative_error(call(), expected)
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(
                 f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "

@@ -11,8 +11,8 @@ from ...checked import JsonObject
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
 from ...models.hardware import pick_device, pick_dtype
-from ...models.lengths import bounded_seq_len
 from ...models.loading import load_model
+from ...models.sequences import bounded_seq_len
 from ...options import with_fields_of
 from ...policies import stored_bytes
 from ...progress import Progress
@@ -104,15 +104,15 @@ def _attention(
     """Every row at a load, times summed over layers; `over_uncompressed` is over the fastest at 16 bits."""
     phase, length, batch = load
     sizes = batch, 1 if phase == "decode" else length, length
-    found = [
+    timed = [
         bench_layer(checkpoint.layouts[i], checkpoint.shape, sizes, dtype, generator, repetitions, left_out)
         for i in layers
     ]
     records: list[JsonObject] = []
-    for name in (name for name in found[0] if all(name in rows for rows in found)):
-        seconds = {part: sum(rows[name][part] for rows in found) for part in ("median", "low", "high")}
+    for name in (name for name in timed[0] if all(name in rows for rows in timed)):
+        seconds = {part: sum(rows[name][part] for rows in timed) for part in ("median", "low", "high")}
         record = {"row": name, "phase": phase, "length": length, "batch_size": batch, "seconds": seconds}
-        records.append({**record, "largest_error": max(rows[name]["error"] for rows in found)})
+        records.append({**record, "largest_error": max(rows[name]["error"] for rows in timed)})
     fastest = min(record["seconds"]["median"] for record in records if record["row"] in UNCOMPRESSED)
     return [record | {"over_uncompressed": record["seconds"]["median"] / fastest} for record in records]
 

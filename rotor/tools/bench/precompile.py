@@ -2,22 +2,57 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
+from ...checkpoint.kernel_config import LayerKernels, layout_class
+from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...errors import UsageError
-from ...installing import pip_install
 from ...kernels.dispatch import triton_installed
+from ...models.compressed import CompressedCheckpoint
 from ...progress import Progress
-from .subjects import Subject
+from ...versions import pip_install
 
 if TYPE_CHECKING:
     from .variants import Variant
 
 ARCHS = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 """Compute capabilities that kernels are compiled for: of an older or an unknown one the compiler ends the process."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer to be compiled: its name, how many are alike, its kernels' configuration, and the model's sizes."""
+
+    name: str
+    layers: int
+    layout: LayerLayout
+    kernels: LayerKernels
+    shape: AttentionShape
+    dtype: torch.dtype
+    page: int = 0
+    softcap: bool = False
+
+
+def subjects_of(folder: Path) -> list[Subject]:
+    """The distinct layers of a compressed checkpoint, by its kernel_config.json.
+
+    Raises:
+        CheckpointError: not a compressed checkpoint; no kernel configuration, or nonsense in it.
+    """
+    checkpoint = CompressedCheckpoint(folder)
+    alike = Counter(zip(checkpoint.layouts, checkpoint.kernel_config.layers, strict=True))
+    softcap = bool(getattr(checkpoint.config.get_text_config(), "attn_logit_softcapping", None))
+    return [
+        Subject(layout_class(layout), count, layout, kernels, checkpoint.shape, checkpoint.dtype, 0, softcap)
+        for (layout, kernels), count in alike.items()
+    ]
 
 
 def parse_archs(text: str) -> list[int]:

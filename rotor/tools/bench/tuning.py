@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from ...checked import JsonObject
-from ...checkpoint.atomic import write_text
-from ...checkpoint.file_names import KERNEL_CONFIG
+from ...checkpoint.files import KERNEL_CONFIG, write_text
 from ...checkpoint.kernel_config import KernelConfig, LayerKernels, Tile
 from ...checkpoint.layout import LayerLayout
 from ...errors import UsageError
@@ -60,14 +59,16 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[JsonObj
     _check_gpu()
     checkpoint, device = CompressedCheckpoint(folder), torch.device("cuda")
     config, chosen, records = checkpoint.kernel_config, {}, []
-    for layout, own in dict.fromkeys(zip(checkpoint.layouts, config.layers, strict=True)):
+    for layout, launched in dict.fromkeys(zip(checkpoint.layouts, config.layers, strict=True)):
         generator = torch.Generator(device).manual_seed(0)
         problem = random_problem(layout, checkpoint.shape, batch_size, 1, tokens, torch.bfloat16, generator)
         truth = problem.unrounded()
-        times = dict(search(own, layout, capability_of(device), lambda kernels: _seconds(problem, truth, kernels)))  # noqa: B023
+        times = dict(search(launched, layout, capability_of(device), lambda kernels: _seconds(problem, truth, kernels)))  # noqa: B023
         best = min(times, key=lambda kernels: times[kernels])
-        chosen[layout, own] = best
-        records.append({"layer": own.layout, "before_s": times[own], "after_s": times[best], "kernels": asdict(best)})
+        chosen[layout, launched] = best
+        records.append(
+            {"layer": launched.layout, "before_s": times[launched], "after_s": times[best], "kernels": asdict(best)}
+        )
     layers = tuple(chosen[pair] for pair in zip(checkpoint.layouts, config.layers, strict=True))
     tuned = KernelConfig(layers)
     tuned.check(checkpoint.layouts)
@@ -76,52 +77,52 @@ def tune(folder: Path, batch_size: int = 8, tokens: int = 32768) -> list[JsonObj
 
 
 def search(
-    own: LayerKernels, layout: LayerLayout, capability: int, seconds: Seconds
+    so_far: LayerKernels, layout: LayerLayout, capability: int, seconds: Seconds
 ) -> Iterator[tuple[LayerKernels, float]]:
     """Try the layer's own kernels and materialising; each tile, with as many warps on an SM as its own has; then the
     fastest tiles with more and fewer programs.
     """
-    found = {own: seconds(own)}
-    yield own, found[own]
-    for tried in launches(own, layout, capability):
-        if tried not in found:
-            found[tried] = seconds(tried)
-            yield tried, found[tried]
-    for best in sorted(found, key=lambda kernels: found[kernels])[:FINALISTS]:
+    times = {so_far: seconds(so_far)}
+    yield so_far, times[so_far]
+    for tried in launches(so_far, layout, capability):
+        if tried not in times:
+            times[tried] = seconds(tried)
+            yield tried, times[tried]
+    for best in sorted(times, key=lambda kernels: times[kernels])[:FINALISTS]:
         for warps in WARPS_PER_SM:
             tried = with_tile(best, capability, best.tile(capability), warps)
-            if tried not in found and not isinf(found[best]):
-                found[tried] = seconds(tried)
-                yield tried, found[tried]
-    materialised = replace(own, materialise=True)
-    if materialised not in found:
+            if tried not in times and not isinf(times[best]):
+                times[tried] = seconds(tried)
+                yield tried, times[tried]
+    materialised = replace(so_far, materialise=True)
+    if materialised not in times:
         yield materialised, seconds(materialised)
 
 
-def tiles(own: Tile, layout: LayerLayout) -> list[Tile]:
+def tiles(tile: Tile, layout: LayerLayout) -> list[Tile]:
     """Tiles that are tried for a layer, its own tile first: its keys, warps and stages changed.
 
     No tile is above a block of positions.
     """
     most = max(16, layout.rope_block or 128)
-    found = [own]
-    found += [replace(own, keys=keys, warps=warps) for keys, warps in SHAPES if keys <= most]
-    found += [replace(own, stages=stages) for stages in STAGES]
-    return list(dict.fromkeys(found))
+    candidates = [tile]
+    candidates += [replace(tile, keys=keys, warps=warps) for keys, warps in SHAPES if keys <= most]
+    candidates += [replace(tile, stages=stages) for stages in STAGES]
+    return list(dict.fromkeys(candidates))
 
 
-def with_tile(own: LayerKernels, capability: int, tile: Tile, warps_per_sm: int) -> LayerKernels:
+def with_tile(kernels: LayerKernels, capability: int, tile: Tile, warps_per_sm: int) -> LayerKernels:
     """A layer's kernels with another tile for an architecture, and programs of so many warps together on an SM."""
     of_architecture: Any = {"sm_90" if capability >= 90 else "sm_80": tile}
     slices = min(MOST_SLICES, max(1, warps_per_sm // tile.warps))
-    return replace(own, slices_per_sm=slices, materialise=False, **of_architecture)
+    return replace(kernels, slices_per_sm=slices, materialise=False, **of_architecture)
 
 
-def launches(own: LayerKernels, layout: LayerLayout, capability: int) -> list[LayerKernels]:
+def launches(kernels: LayerKernels, layout: LayerLayout, capability: int) -> list[LayerKernels]:
     """A layer's kernels with each tile that is tried, its own first."""
-    tile = own.tile(capability)
-    warps = own.slices_per_sm * tile.warps
-    tried = [own, *(with_tile(own, capability, each, warps) for each in tiles(tile, layout))]
+    tile = kernels.tile(capability)
+    warps = kernels.slices_per_sm * tile.warps
+    tried = [kernels, *(with_tile(kernels, capability, each, warps) for each in tiles(tile, layout))]
     return list(dict.fromkeys(tried))
 
 

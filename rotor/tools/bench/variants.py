@@ -19,11 +19,10 @@ from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...kernels.append import append
 from ...kernels.decode_launch import DecodeLayer, block_starts, decode_attention
 from ...kernels.expand import PagesOf, expand
-from ...kernels.parameters import AttentionParameters
+from ...kernels.parameters import AttentionParameters, row_dtype
 from ...kernels.ranges import KeyRanges
-from ...kernels.rows import row_dtype
 from .attention import random_slots, step_tensors, zero_scale
-from .subjects import Subject
+from .precompile import Subject
 
 CPU = torch.device("cpu")
 
@@ -58,13 +57,13 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
     Args:
         arch: compute capability of the GPU, 90 is 9.0.
     """
-    target, found = GPUTarget("cuda", arch, 32), []
+    target, launched = GPUTarget("cuda", arch, 32), []
 
     def record(*, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         source = ASTSource(fn.jit_function, compile["signature"], compile["constants"], compile["configs"][0])
         options = {name: compile[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
         kind = fn.jit_function.__name__.removesuffix("_kernel")
-        found.append(Variant(kind, kind, source, options, target))
+        launched.append(Variant(kind, kind, source, options, target))
         return True  # not compiled
 
     active = driver._active
@@ -73,7 +72,7 @@ def recorded(arch: int) -> Iterator[list[Variant]]:
     try:
         with knobs.runtime.scope():
             knobs.runtime.jit_cache_hook = record
-            yield found
+            yield launched
     finally:
         driver._active = active
 
@@ -94,12 +93,12 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
     size = page or 64
     key, value = (torch.zeros(1, size, count // unit, dtype=kind) for count in layout.read_bytes(dtype.itemsize))
     block_table = torch.zeros(1, 4, dtype=torch.int32) if page else None
-    found: dict[object, Variant] = {}
+    distinct: dict[object, Variant] = {}
 
     def keep(variants: list[Variant], name: str, of_step: DecodeLayer | None = None) -> None:
         for variant in variants:
             named = replace(variant, name=name.format(variant.kind), of_step=of_step)
-            found.setdefault((variant.source.hash(), str(variant.options)), named)
+            distinct.setdefault((variant.source.hash(), str(variant.options)), named)
 
     for tokens in (1, 4096):
         with recorded(arch) as launched:
@@ -127,7 +126,7 @@ def layer_variants(subject: Subject, arch: int) -> list[Variant]:
         widths = f"{layer.operands * layer.columns}+{layer.operands * layer.value_columns}"
         name = f"{{}} {widths}x{layer.heads}, T {layer.block}"
         keep(launched, name, layer)
-    return list(found.values())
+    return list(distinct.values())
 
 
 def _append(

@@ -98,7 +98,7 @@ class CachePart(Part):
 
 def cache_records(store: StudyStore, part: str) -> list[CacheRecord]:
     """The records of caches of a part, in order of arrival; what older versions measured beside is left out."""
-    known = {own.name for own in fields(CacheRecord)}
+    known = {column.name for column in fields(CacheRecord)}
     records = [record for record in store.part(part).values() if "skipped" in record]
     return [CacheRecord(**{name: record[name] for name in record.keys() & known}) for record in records]
 

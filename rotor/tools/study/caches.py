@@ -180,10 +180,12 @@ def sequence_bytes(shape: AttentionShape, dtype: torch.dtype, tokens: int, polic
     total, known = 0, dict[tuple[int, int, int, Any], int]()
     for layer, (stored_layer, kept) in enumerate(zip(policy.layers(shape.num_layers), held, strict=True)):
         levels = getattr(policy, "levels", ())  # layers that are fitted may store differently
-        own = shape.layer(layer)
-        key = kept, own.num_kv_heads, own.head_dim, layer if levels else None
+        layer_shape = shape.layer(layer)
+        key = kept, layer_shape.num_kv_heads, layer_shape.head_dim, layer if levels else None
         if key not in known:
-            stored_layer.fill(*(random_rows(own.num_kv_heads, kept, own.head_dim, dtype) for _ in range(2)))
+            stored_layer.fill(
+                *(random_rows(layer_shape.num_kv_heads, kept, layer_shape.head_dim, dtype) for _ in range(2))
+            )
             known[key] = stored_bytes(Cache(layers=[stored_layer]))
         total += known[key]
     return total

@@ -18,9 +18,8 @@ from ...checkpoint.output_folder import OutputFolder
 from ...checkpoint.sizes import uncompressed_kv_bytes_of_sequence, uncompressed_kv_bytes_per_token
 from ...errors import UsageError
 from ...models.compressible import CompressibleModel
-from ...models.device_plan import DevicePlan
-from ...models.lengths import context_tokens
-from ...models.sequences import evenly_spaced, text_sequences
+from ...models.hardware import DevicePlan
+from ...models.sequences import context_tokens, evenly_spaced, text_sequences
 from ...models.source import Checkpoint
 from ...models.splits import CALIBRATION, EvaluationData, evaluation_data, held_out_documents
 from ...policies.fitting import FIT_TOKENS

@@ -7,7 +7,7 @@ import io
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...checkpoint.atomic import write_text
+from ...checkpoint.files import write_text
 from ...recipe.metric_registry import metric_info
 from .part import CsvRow, Part
 from .store import StudyStore

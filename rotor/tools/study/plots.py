@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import UsageError
-from ...installing import pip_install
 from ...search.report.figures import LOSS_FLOOR, LOSS_TICKS
+from ...versions import pip_install
 from .part import Part
 from .store import StudyStore
 

@@ -6,10 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ...checkpoint.atomic import write_json
-from ...checkpoint.file_names import RESULTS
-from ...checkpoint.json_differences import differences, shorten_json
-from ...checkpoint.json_files import json_text, read_json
+from ...checkpoint.files import RESULTS, differences, json_text, read_json, shorten_json, write_json
 from ...errors import UsageError
 
 STORE_VERSION = 2

@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...calibration.planning.outline import evaluation_plan
-from ...checkpoint.hashes import file_sha256
+from ...checkpoint.files import file_sha256
 from ...checkpoint.locks import exclusive
 from ...checkpoint.output_folder import check_apart
 from ...errors import UsageError
 from ...logs import log_file
-from ...models.device_plan import DevicePlan
+from ...models.hardware import DevicePlan
 from ...models.hub import find_source
 from ...models.readiness import describe_evaluation
 from ...models.source import Checkpoint
 from ...options import with_fields_of
 from ...progress import Progress
 from ...recipe.requests import StudyRequest
+from ...search.evaluation.estimate import evaluation_plan
 from .context import StudyContext
 from .inputs import StudyInputs, same_conditions
 from .output import SUMMARY, write_tables

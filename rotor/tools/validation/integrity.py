@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ...checked import JsonObject
 from ...checkpoint.families import family_of
-from ...checkpoint.hashes import tensor_sha256
+from ...checkpoint.files import tensor_sha256
 from ...checkpoint.manifest import Manifest
 from ...checkpoint.sizes import CacheSize
 from ...checkpoint.tensors import layer_tensors
@@ -141,8 +141,8 @@ def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     else:
         size = CacheSize.of_layouts(checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize)
     whose = "the layouts'" if policy is None else f"cache policy {policy.method}'s"
-    claimed, found = report["compression"]["stored"], size.removed(tokens)
-    problems = [] if abs(claimed - found) <= ROUNDED else [f"compression {claimed:.6f}, {whose} is {found:.6f}"]
+    claimed, removed = report["compression"]["stored"], size.removed(tokens)
+    problems = [] if abs(claimed - removed) <= ROUNDED else [f"compression {claimed:.6f}, {whose} is {removed:.6f}"]
     stated = report["kv_bytes_per_token"]
     if stated != size.info:
         problems.append(f"{stated} KV bytes per token, {whose} are {size.info}")
@@ -150,7 +150,7 @@ def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
         problems.append(f"{report['kv_bytes_of_sequence']} of a sequence, {whose} are {size.of_sequence(tokens)}")
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     what = "the rows" if policy is None else "the cache"
-    fine = f"{found:.4f} of {what} removed, in bytes of a cache in {dtype}"
+    fine = f"{removed:.4f} of {what} removed, in bytes of a cache in {dtype}"
     result.add_problems("sizes in rotor.json", problems, fine)
 
 
@@ -178,9 +178,9 @@ def _tensor_problem(checkpoint: CompressedCheckpoint) -> str:
                 return f"config.json, layer {index}: {name} is missing"
             if checkpoint.shape_of(prefix + name) != list(spec.shape):
                 return f"config.json, layer {index}: {name} is not {list(spec.shape)} as its layout says"
-        own = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are buffers of old files
+        prefixes = tuple(prefix + name for name in (*OWN, *family.consumed))  # others are buffers of old files
         known = {*expected, *(f"{norm}.weight" for norm in family.norms)}
-        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(own) and n[len(prefix) :] not in known)
+        unexpected = (n for n in sorted(checkpoint.names) if n.startswith(prefixes) and n[len(prefix) :] not in known)
         for stray in unexpected:
             return f"config.json, layer {index}: {stray} is not in its layout"
     return ""

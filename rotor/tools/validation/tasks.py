@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ...checkpoint.atomic import write_json
+from ...checkpoint.files import write_json
 from ...checkpoint.output_folder import check_apart
 from ...errors import UsageError
 from ...models.compressed import CompressedCheckpoint
-from ...models.device_plan import DevicePlan
+from ...models.hardware import DevicePlan
 from ...models.source import Checkpoint
 from ...policies import Policy, cache_policy
 from ...progress import Progress

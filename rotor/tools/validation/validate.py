@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...calibration.planning.outline import evaluation_plan
 from ...calibration.run import Run
 from ...checkpoint.families import attention_shape
 from ...checkpoint.rewritten import source_at
@@ -20,10 +19,10 @@ from ...checkpoint.sizes import CacheSize, share_removed
 from ...errors import RotorError, UsageError
 from ...models.compressed import CompressedCheckpoint, open_model
 from ...models.compressible import CompressibleModel
-from ...models.device_plan import DevicePlan
 from ...models.documents import require_tokenizer
+from ...models.hardware import DevicePlan
 from ...models.layerwise import LayerwiseModel
-from ...models.lengths import bounded_seq_len, context_tokens
+from ...models.sequences import bounded_seq_len, context_tokens
 from ...models.source import CHANGED, Checkpoint
 from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
@@ -35,6 +34,7 @@ from ...recipe.recipe import Recipe
 from ...recipe.requests import ValidationRequest
 from ...recipe.sections import Evaluation
 from ...search.evaluation.cached import check_in_memory
+from ...search.evaluation.estimate import evaluation_plan
 from ...search.evaluation.fidelity import FidelityMeter
 from ...search.evaluation.prompts import EvaluationContext
 from ...search.evaluation.scoring import batch_logits

@@ -14,9 +14,9 @@ from rotor.checkpoint.rows import RowScale
 from rotor.kernels import append as append_module
 from rotor.kernels.append import append
 from rotor.kernels.exact_slots import SlotsToFill
+from rotor.kernels.parameters import pack_layer
 from rotor.kernels.reference.attention import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
-from rotor.kernels.rows import pack_layer
 
 SMALL = CodedRow(n8=1, n4=5)
 CASES = {

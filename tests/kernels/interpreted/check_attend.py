@@ -13,7 +13,7 @@ from support.quick import mostly_nightly
 
 from rotor.kernels import attention
 from rotor.kernels.attention import attend_pages, ranges_of_pages, rows_attention
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.kernels.passes import Pass
 
 

@@ -14,9 +14,9 @@ from gpu.summary import markdown, tuned
 
 from rotor.checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench import tuning
-from rotor.tools.bench.subjects import Subject
+from rotor.tools.bench.precompile import Subject
 
 SHAPE = AttentionShape(1, 4, 1, 32, 64, 32)
 LAYOUT = LayerLayout((GroupLayout((0,), CodedRow(n4=23, scaled=True), None),), 16)

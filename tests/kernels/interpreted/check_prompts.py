@@ -27,7 +27,7 @@ from rotor.checkpoint.layout import POST_ROPE
 from rotor.checkpoint.rows import NumberRow
 from rotor.kernels import stock
 from rotor.kernels.attention import rows_attention
-from rotor.kernels.defaults import default_layer
+from rotor.kernels.dispatch import default_layer
 from rotor.kernels.exact_slots import ExactSlots
 from rotor.kernels.expand import PagesOf
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from ....models.lengths import bounded_seq_len
+from ....models.sequences import bounded_seq_len
 from ....models.splits import evaluation_data
 from ....recipe.sections import Evaluation
 from ....search.evaluation.fidelity import FidelityMeter

@@ -19,7 +19,7 @@ from ....checkpoint.families import attention_shape
 from ....checkpoint.sizes import exact_bytes_of_sequence, kv_bytes_of_sequence
 from ....errors import UnsupportedModelError
 from ....models.hardware import fast_products, matmul_rate
-from ....models.lengths import bounded_seq_len
+from ....models.sequences import bounded_seq_len
 from ....policies import FP8, KIVI, PerToken, Policy, cache_policy
 from ....policies.quantiser import Quantiser
 from ....search.evaluation.cached import LONGEST_STEP
@@ -199,11 +199,11 @@ def measure(study: StudyContext, tokens: int, policy: Policy | None = None) -> d
     """Score the study's network as it is, compressed or not, by task."""
     spec = study.evaluation
     prompts = [long_prompt(study.evaluation_context, tokens, PROMPTS * spec.seed + i) for i in range(PROMPTS)]
-    found: dict[str, list[tuple[bool, float]]] = {task: [] for task in TASKS}
+    answered: dict[str, list[tuple[bool, float]]] = {task: [] for task in TASKS}
     with study.progress.task("long", PROMPTS * tokens, "tokens") as advance:
         for prompt in prompts:
             for question, score in zip(prompt.questions, answers(study, prompt, policy), strict=True):
-                found[question.task].append(score)
+                answered[question.task].append(score)
             advance(tokens)
     return {
         task: TaskScore(
@@ -211,7 +211,7 @@ def measure(study: StudyContext, tokens: int, policy: Policy | None = None) -> d
             round(sum(math.exp(log_probability) for _, log_probability in scores) / len(scores), 6),
             len(scores),
         )
-        for task, scores in found.items()
+        for task, scores in answered.items()
     }
 
 
@@ -226,9 +226,11 @@ def answers(study: StudyContext, prompt: LongPrompt, policy: Policy | None = Non
         network.decoder(input_ids=torch.tensor([prompt.tokens], device=device), past_key_values=cache, use_cache=True)
 
         def ask(question: Question) -> tuple[bool, float]:
-            own = copy.deepcopy(cache)
+            copied = copy.deepcopy(cache)
             read = torch.tensor([[*question.asked, *question.answer[:-1]]], device=device)
-            parts = [model(part, past_key_values=own, use_cache=True).logits[0].float() for part in read.split(step, 1)]
+            parts = [
+                model(part, past_key_values=copied, use_cache=True).logits[0].float() for part in read.split(step, 1)
+            ]
             logits = torch.cat(parts)[len(question.asked) - 1 :].log_softmax(-1)
             labels = torch.tensor(question.answer, device=device)
             exact = bool((logits.argmax(-1) == labels).all())

@@ -62,7 +62,7 @@ class Match(Part):
 
     def tasks(self, study: StudyContext) -> Iterator[Task]:
         measured = _Measured(study)
-        for name, policy in in_use(max(own.head_dim for own in measured.shape.sizes)).items():
+        for name, policy in in_use(max(sizes.head_dim for sizes in measured.shape.sizes)).items():
             yield Task(f"{self.name}/{name}", partial(measured.of_policy, name, policy))
         for recipe in study.inputs.recipes:
             for size in study.inputs.sizes or [round(share * measured.whole) for share in SHARES]:

@@ -13,32 +13,33 @@ from pathlib import Path
 
 import torch
 
-from ...checked import JsonObject
-from ...checkpoint.layout import AttentionShape
-from ...checkpoint.sizes import (
+from ..calibration.estimate import calibration_estimates, calibration_flops, needs_whole_model
+from ..calibration.form import block_warning, length_warning, model_form
+from ..calibration.prediction.cost import DecodeStep
+from ..calibration.prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
+from ..calibration.prediction.devices import find_device
+from ..checked import JsonObject
+from ..checkpoint.layout import AttentionShape
+from ..checkpoint.sizes import (
     CacheSize,
     uncompressed_kv_bytes_of_sequence,
     uncompressed_kv_bytes_per_token,
     uncompressed_row_bytes,
 )
-from ...errors import MissingError
-from ...models.device_plan import DevicePlan
-from ...models.hardware import matmul_rate
-from ...models.hub import find_source
-from ...models.lengths import bounded_seq_len, context_tokens
-from ...models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
-from ...models.source import Checkpoint, config_of
-from ...models.tokenizer import load_tokenizer, text_start
-from ...options import with_fields_of
-from ...recipe.reading import override, quick_overrides
-from ...recipe.recipe import Recipe
-from ...recipe.requests import InspectionRequest
-from ...recipe.sections import ObjectiveSettings
-from ..prediction.cost import DecodeStep
-from ..prediction.decode_times import COMPARED_COMPRESSION, DecodeTime, decode_times, slower
-from ..prediction.devices import find_device
-from .form import block_warning, length_warning
-from .outline import ModelOutline, needs_whole_model
+from ..errors import MissingError
+from ..models.hardware import DevicePlan, matmul_rate
+from ..models.hub import find_source
+from ..models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
+from ..models.outline import ModelOutline
+from ..models.sequences import bounded_seq_len, context_tokens
+from ..models.source import Checkpoint, config_of
+from ..models.tokenizer import load_tokenizer, text_start
+from ..options import with_fields_of
+from ..recipe.reading import override, quick_overrides
+from ..recipe.recipe import Recipe
+from ..recipe.requests import InspectionRequest
+from ..recipe.sections import ObjectiveSettings
+from ..search.evaluation.estimate import evaluation_estimates, evaluation_flops
 
 WEIGHT_FILES = re.compile(r"\.(safetensors(\.index\.json)?|bin|pt|pth|ckpt|pkl|gguf)$|adapter_config\.json$")
 """Names of weight files in any format. In a folder without one, config.json alone describes the model."""
@@ -93,7 +94,7 @@ class Inspection:
     """Results of `rotor inspect`.
 
     kv_cache_bytes: bytes of one sequence, by its tokens.
-    state_bytes: of one sequence beside the cache, see rotor.models.states.
+    state_bytes: of one sequence beside the cache, see rotor.models.loading.
     context_tokens: length of the sequence whose bytes an export counts.
     row_start: beginning of every text sequence, as text; None without a tokenizer.
     bits: bits that a channel may have.
@@ -152,7 +153,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
-    from ...models.states import state_bytes  # imports the caches of transformers
+    from ..models.loading import state_bytes  # imports the caches of transformers
 
     model = request.model
     if Path(model).is_file():
@@ -165,7 +166,7 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         outline = ModelOutline.of(Checkpoint(source.folder))
     else:
         config = config_of(source.folder)
-        from ...models.loading import config_model  # imports the models of transformers
+        from ..models.loading import config_model  # imports the models of transformers
 
         implied = config_model(config)
         shapes = {name: list(parameter.shape) for name, parameter in implied.named_parameters()}
@@ -180,12 +181,12 @@ def run_inspection(request: InspectionRequest) -> Inspection:
     element_bytes = outline.dtype.itemsize
     per_token = uncompressed_kv_bytes_per_token(shape, element_bytes)
     served = context_tokens(outline.config, request.context)
-    form = outline.form(spec)
+    form = model_form(spec, shape)
     load = spec.objective
     device_rates = find_device(load.device)
     step = DecodeStep(load.context_tokens, load.batch_size, outline.dtype.itemsize)
     times = decode_times(shape, device_rates, step, form.distinct)
-    calibrating = outline.calibration(spec, target, calibrating_dtype, request.batch_tokens)
+    calibrating = calibration_estimates(outline, spec, target, calibrating_dtype, request.batch_tokens)
     streamed, _ = stream_weights("never" if needs_whole_model(spec) else "auto", calibrating, target)
     taken = calibrating[streamed]
     rate = matmul_rate(target, compute_dtype)
@@ -194,19 +195,19 @@ def run_inspection(request: InspectionRequest) -> Inspection:
 
     def seconds_of(recipe: Recipe) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds of calibrate and of export, by stage."""
-        flops = outline.calibration_flops(recipe).items()
+        flops = calibration_flops(outline, recipe).items()
         calibrate = {name: round(count / rates.get(name, calibrating_rate), 1) for name, count in flops}
-        return calibrate, {name: round(count / rate, 1) for name, count in outline.evaluation_flops(recipe).items()}
+        return calibrate, {name: round(count / rate, 1) for name, count in evaluation_flops(outline, recipe).items()}
 
     seconds, measured = seconds_of(spec)
     quick = seconds_of(override(spec, quick_overrides(spec)))
-    commands = outline.calibration_flops(spec), outline.evaluation_flops(spec)
+    commands = calibration_flops(outline, spec), evaluation_flops(outline, spec)
     peak = find_device(SERVER).matmul_flops_per_s
     assert peak is not None
     sizes_after = _sizes_after(shape, element_bytes, spec)
     sizes = {n: uncompressed_kv_bytes_of_sequence(shape, element_bytes, n) for n in _contexts(outline, served)}
     validated = {name: seconds for name, seconds in measured.items() if name == "report"}
-    measuring = outline.evaluation(spec, target, compute_dtype)
+    measuring = evaluation_estimates(outline, spec, target, compute_dtype)
     grown = int(stored * 1.1)
     layerwise, _ = stream_weights("auto", measuring, target)
     return Inspection(

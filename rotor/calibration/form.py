@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from ...checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
-from ...errors import RecipeError
-from ...recipe.recipe import Recipe
-from ..moments import vector_names
+from ..checkpoint.layout import POST_ROPE, PRE_ROPE, AttentionShape, ExactTokens, KeyForm, LayerForm, ModelForm
+from ..errors import RecipeError
+from ..recipe.recipe import Recipe
+from .moments import vector_names
 
 LONGEST_BLOCK_READ_NEAR = 16
 """Positions of a block from whose codes near keys may be read: planes that turn far within a block have the most to say
 of near keys, and lose rank by it."""
+
+SHARED_NUMBERS = 256
+"""Most numbers of the keys that share a latent: four heads of 64, two of 128, one of 256. At 7/8 removed their row has
+256 nibbles; on an H100 an 8B's attention takes less time with it than with one head a latent (docs/speed.md)."""
 
 
 def model_form(recipe: Recipe, shape: AttentionShape) -> ModelForm:
@@ -22,7 +26,7 @@ def model_form(recipe: Recipe, shape: AttentionShape) -> ModelForm:
         raise RecipeError(
             f"exact.newest 0: this model needs exact tokens: {shape.needs_exact}.", "Give --set exact.newest=128."
         )
-    keys = tuple(_key_form(recipe, own) for own in shape.layers)
+    keys = tuple(_key_form(recipe, layer_shape) for layer_shape in shape.layers)
     rotated = next(form for layer, form in enumerate(keys) if layer not in shape.without_rope)
     # Keys hardly rotate within a block, so they are about as linear in the hidden state as values.
     joint = recipe.joins_latents and (rotated.rope_block is not None or not shape.rotates)
@@ -43,7 +47,10 @@ def length_warning(form: ModelForm, shape: AttentionShape, recipe: Recipe, conte
 
 def stays_after_rope(form: ModelForm, shape: AttentionShape) -> bool:
     """Tell whether some layer stores keys as its RoPE rotates them, so that they turn on with each position."""
-    return any(keys.rope_block is None and own.rotary_dim for keys, own in zip(form.keys, shape.layers, strict=True))
+    return any(
+        keys.rope_block is None and layer_shape.rotary_dim
+        for keys, layer_shape in zip(form.keys, shape.layers, strict=True)
+    )
 
 
 def block_warning(form: ModelForm, exact: ExactTokens | None) -> str:
@@ -73,8 +80,6 @@ def _key_form(recipe: Recipe, shape: AttentionShape) -> KeyForm:
 def _group_size(recipe: Recipe, shape: AttentionShape) -> int:
     heads = shape.shared_kv_heads
     if recipe.groups.size == "auto":
-        from ..prediction.decode_times import best_group_size
-
         return best_group_size(shape)
     size = heads if recipe.groups.size == "all" else recipe.groups.size
     if heads % size:
@@ -84,3 +89,14 @@ def _group_size(recipe: Recipe, shape: AttentionShape) -> int:
             "Choose a divisor, all or auto.",
         )
     return size
+
+
+def group_sizes(shape: AttentionShape) -> list[int]:
+    """KV heads that can share a latent in all layers: every divisor of their number, ascending."""
+    return [size for size in range(1, shape.shared_kv_heads + 1) if shape.shared_kv_heads % size == 0]
+
+
+def best_group_size(shape: AttentionShape) -> int:
+    """The most KV heads that share a latent: the largest divisor of their number within SHARED_NUMBERS, or one."""
+    dim = max(sizes.head_dim for sizes in shape.sizes)
+    return max((size for size in group_sizes(shape) if size * dim <= SHARED_NUMBERS), default=1)

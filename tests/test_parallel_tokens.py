@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rotor.parallel.plan import token_runs
+from rotor.parallel.launch import token_runs
 
 
 @pytest.mark.parametrize("tokens, processes", [(8, 4), (9, 4), (23, 3), (5, 1), (1000, 7)])
