@@ -121,9 +121,9 @@ def test_command_line(folder: Path) -> None:
     first = [record["time_to_first_token_s"]["median"] for record in (compressed, source)]
     assert compressed["first_token_over_source"] == first[0] / first[1]
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
-    text = CliRunner().invoke(app, call[:-1]).output  # without -q
+    text = CliRunner().invoke(app, call[:-1], env={"COLUMNS": "200"}).output  # without -q
     assert "over uncompressed" in text
-    assert "widened" in text  # names wrap by the width of the times
+    assert "fp8 (e4m3), one scale, widened by PyTorch" in text
     assert "over source" in text
     assert "not measured: rotor, kernel: the Triton kernels need" in text
 

@@ -176,6 +176,8 @@ def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypat
             quicker = QUICKER.get(name, [])
             if any("distil" in word for word in words):
                 quicker = [*quicker, "--set", "distil.steps=2"]
+            if name == "export" and "--quick" in words:
+                quicker = [*quicker, *(item for setting in SHORT_TEXT for item in ("--set", setting))]
             if "--accuracy" in words:
                 quicker = [*quicker, "--accuracy", "0.5"]
             code, _, error = rotor(capsys, *words[1:], *quicker)
