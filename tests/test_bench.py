@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from rotor import export
 from rotor.checkpoint.layout import ExactTokens, KeyForm
+from rotor.cli import console
 from rotor.cli.commands import app
 from rotor.errors import NumericsError, UsageError
 from rotor.kernels.dispatch import default_layer
@@ -104,7 +105,7 @@ def test_a_wrong_row_stops_the_report(folder: Path, wrong: str, seq_len: int, mo
         bench(folder, **SMALL, device="cpu")
 
 
-def test_command_line(folder: Path) -> None:
+def test_command_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = ["bench", str(folder), "--device", "cpu", "--lengths", "24,2048", "--prefill", "16", "--batch", "1"]
     call += ["--repetitions", "1", "--new-tokens", "2", "-q"]
     done = CliRunner().invoke(app, [*call, "--json"])
@@ -121,7 +122,8 @@ def test_command_line(folder: Path) -> None:
     first = [record["time_to_first_token_s"]["median"] for record in (compressed, source)]
     assert compressed["first_token_over_source"] == first[0] / first[1]
     assert "longer than the model's" in report["not_measured"]["model, 2048 tokens"]
-    text = CliRunner().invoke(app, call[:-1], env={"COLUMNS": "200"}).output  # without -q
+    monkeypatch.setattr(console.stdout, "width", 200)  # cells wrap by the times in others
+    text = CliRunner().invoke(app, call[:-1]).output  # without -q
     assert "over uncompressed" in text
     assert "fp8 (e4m3), one scale, widened by PyTorch" in text
     assert "over source" in text
