@@ -97,7 +97,7 @@ def exported(demo_run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("measured")
     shutil.copytree(demo_run("rotor").folder, folder / "run")
-    settings = [*OF_DOCS, "evaluation.report_tokens=4096", "search.resolution=0.2"]
+    settings = [*OF_DOCS, "evaluation.seq_len=2048", "evaluation.report_tokens=4096", "search.resolution=0.2"]
     export(folder / "run", folder / "out", accuracy=0.9, overrides=settings)
     return folder
 
@@ -117,7 +117,7 @@ def test_another_report_split_keeps_what_was_searched(exported: Path) -> None:
     """Only the point that is written is measured, on the new report split."""
     from rotor.calibration.run import Run
 
-    settings = [*OF_DOCS, "evaluation.report_tokens=1024", "search.resolution=0.2"]
+    settings = [*OF_DOCS, "evaluation.seq_len=2048", "evaluation.report_tokens=2048", "search.resolution=0.2"]
     before = RankTable.latest(Run.open(exported / "run"))
     again = export(exported / "run", exported / "again", accuracy=0.9, overrides=settings)
     assert again.measured_points == 1
