@@ -106,7 +106,9 @@ sys.meta_path.insert(0, Interruption())
 try:
     main()
 finally:
-    print(*sorted({"torch", "transformers", "transformers.modeling_utils"} & set(sys.modules)), file=sys.stderr)
+    models = [name for name in sys.modules if ".modeling_" in name and name.startswith("transformers.models.")]
+    models = [name for name in models if not name.endswith("modeling_auto")]  # names alone
+    print(*sorted({"torch", "transformers"} & set(sys.modules)), *models, file=sys.stderr)
 """
 """The command in a fresh interpreter, interrupted when it imports something; then what large packages it imported."""
 
