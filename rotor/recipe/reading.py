@@ -106,7 +106,7 @@ def quick_overrides(recipe: Recipe, sections: tuple[str, ...] | None = None) -> 
 
 
 NEWEST_SHARE, FEWEST_NEWEST = 32, 32
-"""Of a sequence at most one token in so many is kept exactly as one of the newest, but so many at least."""
+"""Tokens of a sequence for each newest one that is kept exactly, and the least number of newest ones."""
 
 
 def context_overrides(recipe: Recipe, tokens: int | None) -> tuple[str, ...]:

@@ -222,7 +222,7 @@ class ExactRows:
         return slots
 
     def state(self, tokens: int) -> ExactState | None:
-        """What is held of sequences of so many tokens, in the slots that those take; None as long as there is none."""
+        """Contents for sequences of so many tokens, in the slots that those take; None as long as there is none."""
         if self.keys is None or self.values is None or self.begin is None:
             return None
         slots = self.exact.slots_of(tokens)

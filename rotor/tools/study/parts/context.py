@@ -107,7 +107,7 @@ def texts_of(study: StudyContext) -> dict[str, Evaluation]:
 
 
 def _meter(study: StudyContext, spec: Evaluation) -> FidelityMeter:
-    """What compares models on one text, with the uncompressed model measured."""
+    """Meter of one text, by which the uncompressed model has been measured."""
     checkpoint, recipes = study.checkpoint, study.inputs.recipes.items()
     calibrated = set().union(*(study.run(name, recipe).calibrated_documents for name, recipe in recipes))
     data = evaluation_data(spec, checkpoint.config, checkpoint.tokenizer, calibrated)
