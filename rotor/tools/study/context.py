@@ -8,7 +8,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from ...calibration.allocation.plan import RankPath
+from ...calibration.allocation.plan import Plan, RankPath
 from ...calibration.calibrate import calibrate
 from ...calibration.partial import PartialRun
 from ...calibration.run import Run
@@ -190,6 +190,18 @@ class StudyContext:
             )
             self._open = name, evaluator, evaluator.path
         return self._open[1:]
+
+    def plan_of(self, name: str, size: int) -> tuple[PlanEvaluator, Plan | str]:
+        """The evaluator of a recipe's run and its mildest plan of at most so many bytes a token, or why there is none.
+
+        Bytes are the mean over a sequence of `context_tokens`; tokens that are kept exactly come on top.
+        """
+        evaluator, path = self.path(name, self.inputs.recipes[name])
+        plan = path.at_compression(1 - size / self.mean_bytes)
+        if plan is None:
+            least = (1 - path.plans()[-1].stored) * self.mean_bytes
+            return evaluator, f"out of reach: the least is {least:.0f} bytes"
+        return evaluator, plan
 
 
 def _without_path(recipe: Recipe) -> JsonObject:

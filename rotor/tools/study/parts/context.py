@@ -121,13 +121,11 @@ def _meter(study: StudyContext, spec: Evaluation) -> FidelityMeter:
 def _record(
     study: StudyContext, meter: Callable[[], FidelityMeter], text: str, recipe: str, size: int
 ) -> ContextRecord:
-    """The mildest plan of at most so many bytes a token; tokens that are kept exactly come on top."""
+    """The losses of a recipe's plan of at most so many bytes a token (see StudyContext.plan_of) on one text."""
     name = f"{recipe}, {size} bytes"
-    evaluator, path = study.path(recipe, study.inputs.recipes[recipe])
-    plan = path.at_compression(1 - size / study.mean_bytes)
-    if plan is None:
-        least = (1 - path.plans()[-1].stored) * study.mean_bytes
-        return ContextRecord(name, text, skipped=f"out of reach: the least is {least:.0f} bytes")
+    evaluator, plan = study.plan_of(recipe, size)
+    if isinstance(plan, str):
+        return ContextRecord(name, text, skipped=plan)
     compare = meter()
     evaluator.compress(plan)
     measured = compare.measure(study.network, "report")

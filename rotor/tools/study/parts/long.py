@@ -183,11 +183,9 @@ def _of_recipe(study: StudyContext, recipe: str, size: int, name: str, tokens: i
 
     Tokens that are kept exactly come on top.
     """
-    evaluator, path = study.path(recipe, study.inputs.recipes[recipe])
-    plan = path.at_compression(1 - size / study.mean_bytes)
-    if plan is None:
-        least = (1 - path.plans()[-1].stored) * study.mean_bytes
-        return LongRecord(name, tokens, skipped=f"out of reach: the least is {least:.0f} bytes")
+    evaluator, plan = study.plan_of(recipe, size)
+    if isinstance(plan, str):
+        return LongRecord(name, tokens, skipped=plan)
     evaluator.compress(plan)
     shape, itemsize = study.network.shape, study.cache_dtype.itemsize
     kept = exact_bytes_of_sequence([evaluator.recipe.exact.tokens] * shape.num_layers, shape, itemsize, tokens)

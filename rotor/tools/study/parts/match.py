@@ -121,11 +121,9 @@ class _Measured:
         Tokens that are kept exactly come on top.
         """
         name = f"{recipe}, {size} bytes"
-        evaluator, path = self.study.path(recipe, self.study.inputs.recipes[recipe])
-        plan = path.at_compression(1 - size / self.whole)
-        if plan is None:
-            least = (1 - path.plans()[-1].stored) * self.whole
-            return MatchRecord(name, recipe, skipped=f"out of reach: the least is {least:.0f} bytes")
+        evaluator, plan = self.study.plan_of(recipe, size)
+        if isinstance(plan, str):
+            return MatchRecord(name, recipe, skipped=plan)
         bench = self.bench
         evaluator.compress(plan, bench.network)
         rows = plan.row_bytes(self.study.cache_dtype.itemsize)
