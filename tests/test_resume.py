@@ -72,9 +72,7 @@ def test_finished_layers_are_not_run_again(model: Path, whole: Run, tmp_path: Pa
     """And weights may be all in memory the second time."""
     out, again = tmp_path / "run", Counting()
     partial = interrupted(model, out, layers=2)
-    resumed = calibrate(
-        model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="never", resume=True, progress=again
-    )
+    resumed = calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="never", resume=True, progress=again)
     assert again.done["calibrate"] == (LAYERS - 2) * TOKENS
     assert tensors(resumed) == tensors(whole)
     assert not partial.exists()
@@ -84,9 +82,7 @@ def interrupted(model: Path, out: Path, layers: int, resume: bool = False) -> Pa
     """The folder of an unfinished run, which was stopped within the layer after so many."""
     stopped = Stopping("calibrate", layers * TOKENS + 64 if not resume else 64)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(
-            model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume, progress=stopped
-        )
+        calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume, progress=stopped)
     return out.with_name(f"{out.name}.partial")
 
 
@@ -103,6 +99,7 @@ def fisher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 BATCHES = 7 * LAYERS
 FORWARD = LAYERS * TOKENS
 """Units of the forward pass; a batch of the backward pass has twice its tokens."""
+BACKWARD, PART = "gradients of the layers from {} on", ", and a part of those of layer {}"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +108,12 @@ FORWARD = LAYERS * TOKENS
         (TOKENS + 64, KeyboardInterrupt, "hidden states of 1 layer(s) for gradients", BATCHES),
         (FORWARD + 128, SystemError, "gradients of the layers from 3 on", BATCHES),
         (FORWARD + 3 * 128, KeyboardInterrupt, "gradients of the layers from 3 on, and a part of those of layer 2", 18),
-        (FORWARD + 10 * 128, KeyboardInterrupt, "gradients of the layers from 2 on, and a part of those of layer 1", 11),
+        (
+            FORWARD + 10 * 128,
+            KeyboardInterrupt,
+            "gradients of the layers from 2 on, and a part of those of layer 1",
+            11,
+        ),
         (FORWARD + 10 * 128, SystemError, "gradients of the layers from 2 on", BATCHES - 7),
     ],
 )
@@ -126,8 +128,8 @@ def test_long_layers_are_kept_in_parts(model: Path, fisher: Run, tmp_path: Path,
     """A process that is killed loses the batch that it was at."""
     monkeypatch.setattr("rotor.calibration.gradient_files.KEEP_SECONDS", 0)
     killed = Stopping("gradients", FORWARD + 11 * 128, SystemError)
-    holds = "gradients of the layers from 2 on, and a part of those of layer 1"
-    stop_and_go_on(model, fisher, tmp_path / "run", killed, holds, 11)
+    holds = BACKWARD.format(2) + PART.format(1)
+    stop_and_go_on(model, fisher, tmp_path / "run", killed, holds, BATCHES - 10)
 
 
 def stop_and_go_on(model: Path, fisher: Run, out: Path, stopping: Stopping, holds: str, left: int) -> None:

@@ -11,20 +11,21 @@ import pytest
 import torch
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, calibrated
+from support.stopped import Counting
 
 from rotor import Progress, study
 from rotor.errors import UsageError
 from rotor.models.compressible import CompressibleModel
 from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
-from rotor.policies import H2O, KCVT, PerToken
+from rotor.policies import H2O, KCVT, LONG_TOKENS, PerToken, bundled_policies
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext, Prompts
 from rotor.tools.study import caches
-from rotor.tools.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front
+from rotor.tools.study.cache_part import StudiedCache, cache_records, draw_fidelity, method_of, pareto_front
 from rotor.tools.study.caches import CacheBench, CacheRecord, cache_bytes
-from rotor.tools.study.parts import methods
-from rotor.tools.study.parts.methods import at_equal_bytes, fewest_bytes
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.parts.methods import Methods, at_equal_bytes, fewest_bytes
 from rotor.tools.study.store import StudyStore
 
 
@@ -68,11 +69,10 @@ def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
     assert set(four.answers) == {"copy"}
 
 
-def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench, monkeypatch) -> None:
-    monkeypatch.setattr(caches, "LONG_TOKENS", 1000)
-    per_key = 16 * 4 * (0.5 + 4 / 1000)  # scale and zero of each channel, once
+def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench) -> None:
+    per_key = 16 * 4 * (0.5 + 4 / LONG_TOKENS)  # scale and zero of each channel, once
     per_value = 16 * 4 * 0.5 + 4
-    assert bench.of_policy("q", KCVT(4)).long_kv_bytes_per_token == pytest.approx(2 * (per_key + per_value))
+    assert bench.of_policy("q", KCVT(4)).long_kv_bytes_per_token == pytest.approx(2 * (per_key + per_value), rel=1e-6)
 
 
 def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
@@ -127,6 +127,14 @@ def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     assert record.answers == {"copy": 1.0}
 
 
+class Few(Methods):
+    """Of all policies one."""
+
+    def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
+        caches = super().caches(study)
+        return {name: cache for name, cache in caches.items() if name == FOUR or name not in bundled_policies()}
+
+
 RECIPES = ["palu", "rotor"]
 FOUR = "per-token-4"
 FEW = ("uncompressed", FOUR)
@@ -135,27 +143,23 @@ FEW = ("uncompressed", FOUR)
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A study of few baselines, of ranks and of codes: (result, keyword arguments that give it)."""
-    policies = methods.policies()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "policies", lambda own=(): {FOUR: policies[FOUR]})
-        overrides = [
-            *FAST_EVALUATION,
-            "evaluation.lookup_prompts=2",
-            "evaluation.copy_prompts=6",
-            "tokens.count=1024",
-            "tokens.seq_len=128",
-        ]
-        overrides += [
-            "exact.first=0",
-            "exact.newest=0",
-            "groups.rope_block=16",
-            "codes.tokens=256",
-            "tokens.source=random",
-            "evaluation.report_tokens=256",
-        ]
-        arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
-        out = tmp_path_factory.mktemp("methods") / "study"
-        yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
+    overrides = [
+        *FAST_EVALUATION,
+        "evaluation.lookup_prompts=2",
+        "evaluation.copy_prompts=6",
+        "tokens.count=1024",
+        "tokens.seq_len=128",
+        "exact.first=0",
+        "exact.newest=0",
+        "groups.rope_block=16",
+        "codes.tokens=256",
+        "tokens.source=random",
+        "evaluation.report_tokens=256",
+    ]
+    parts = [f"{__file__}:Few"]
+    arguments = {"parts": parts, "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+    out = tmp_path_factory.mktemp("methods") / "study"
+    return study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
 @pytest.mark.nightly
@@ -193,12 +197,11 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
 
 
 @pytest.mark.nightly
-def test_a_second_start_measures_nothing(measured, monkeypatch) -> None:
+def test_a_second_start_measures_nothing(measured) -> None:
     result, arguments = measured
-    scored: list[str] = []
-    monkeypatch.setattr(CacheBench, "record", lambda self, name, *rest: scored.append(name) or CacheRecord(name))
-    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
-    assert scored == []
+    begun = Counting()
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments, progress=begun).added == 0
+    assert "measure" not in begun.names
 
 
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
