@@ -179,7 +179,7 @@ def test_csv_and_summary(small) -> None:
     summary = (result.folder / "summary.md").read_text()
     assert summary.startswith("# Study of demo-model\n")
     assert "\n## Recipes" in summary
-    targets = " | ".join(f"at {target:.2f}" for target in TARGETS)
+    targets = " | ".join(f"at {target:g}" for target in TARGETS)
     assert f"| recipe | {targets} |" in summary
     assert f"| {point['report']['kl_div']:.5f} |" in summary
     widths: set[int] = set()
