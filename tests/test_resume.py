@@ -207,10 +207,9 @@ def test_probes_go_on_after_the_last_layer_that_was_saved(model: Path, whole: Ru
     assert [t.points for t in tables if t] == [tables[0].points] * 2
 
 
-def test_text_that_the_model_writes_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_the_model_writes_is_kept(model: Path, tmp_path: Path, few_written_at_a_time) -> None:
     """By finished batches; it is not gone on with by other settings, and the run is the same in the end."""
     writes = ("tokens.source=synthetic", "tokens.count=192", "tokens.seq_len=32")
-    monkeypatch.setattr("rotor.models.tokens.SAMPLING_TOKENS", 64)
     out = tmp_path / "run"
     with pytest.raises(KeyboardInterrupt):
         calibrate(model, out, "fdc", writes, progress=Stopping("sample", 2 * 64 + 1))
