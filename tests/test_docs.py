@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
@@ -158,9 +157,6 @@ def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypat
     command runs once, and the others are parsed."""
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
-    monkeypatch.setattr(
-        importlib.import_module("rotor.search.export.export"), "write_with_checkpoint", lambda *arguments: None
-    )
     for page in PAGES:
         for words in commands(page):
             if words[0] == "torchrun":
