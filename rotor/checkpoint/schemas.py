@@ -38,7 +38,7 @@ ShardName = Annotated[str, Expect(_is_shard_name, "a plain file name, *.safetens
 class ModelInfo(TypedDict):
     """A source model; shards, files: SHA-256 of its shards, and of its other files.
 
-    state_bytes: see rotor.models.loading; missing in runs of earlier versions. base_model: its id on the hub, as the
+    state_bytes: see rotor.models.outline; missing in runs of earlier versions. base_model: its id on the hub, as the
     export was told. card: what its card says of licence and language.
     """
 

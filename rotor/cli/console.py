@@ -19,6 +19,9 @@ from ..checkpoint.files import json_text
 from ..logs import is_first_process, log, printable
 from ..progress import Advance, Progress, in_time
 
+SECONDS_BETWEEN_LINES = 30.0
+"""Seconds between lines about a task that has no bar."""
+
 stdout = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 132)
 stderr = Console(stderr=True)
 
@@ -46,7 +49,7 @@ class LineProgress(Progress):
         between_s: least time between lines. clock: tells the time in seconds.
     """
 
-    def __init__(self, between_s: float = 30.0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, between_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._between_s, self._clock = between_s, clock
 
     @contextmanager
@@ -95,7 +98,7 @@ def show_progress(quiet: bool, verbose: bool = False) -> Progress:
     log.setLevel(shown)
     if silent:
         return Progress()
-    return ConsoleProgress() if stderr.is_terminal else LineProgress()
+    return ConsoleProgress() if stderr.is_terminal else LineProgress(SECONDS_BETWEEN_LINES)
 
 
 def say(text: str) -> None:

@@ -26,7 +26,7 @@ from rotor.checkpoint.projections import split_projections
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.integration import replace_attention
+from rotor.runtime.replacement import replace_attention
 from support.random_layers import of_numbers, random_bases, write_checkpoint
 
 Bits = Sequence[tuple[int, ...]]

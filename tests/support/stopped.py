@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -16,7 +16,7 @@ class Counting(Progress):
     """
 
     def __init__(self) -> None:
-        self.done: Counter[str] = Counter()
+        self.done: defaultdict[str, float] = defaultdict(float)
         self.names: list[str] = []
 
     @contextmanager
