@@ -1,8 +1,8 @@
 """The part `samples` of a study: how many tokens of text, look-ups and copies a search needs, by simulated searches.
 
-A few plans are measured once, by more text and prompts than any search takes. Searches are then simulated: each draws
-its sample of what was measured, searches as `rotor export --accuracy` does, and what it ends at is judged by all the
-rest. Between plans that were measured, each score is taken to follow the logarithm of the predicted loss.
+A few plans are measured once, by much text and many prompts. Searches are then simulated: each draws its sample of
+what was measured, with replacement, searches as `rotor export --accuracy` does, and what it ends at is judged by all
+that was measured. Between these plans each score is taken to follow the logarithm of the predicted loss.
 
 rotor study MODEL --recipes rotor --parts artifacts/studies/parts/samples.py:Samples --bytes 4600,4000,3500,3000,2500
     --quick --set evaluation.search_tokens=16384 --set evaluation.lookup_prompts=48 --set evaluation.copy_prompts=96
@@ -86,7 +86,7 @@ class Samples(Part):
         if rows := list(self.rows(store)):
             text = (
                 f"{DRAWS} simulated searches for {TARGET}. `below`: share of them that end at a plan which keeps less, "
-                "by all that was not in their sample; `far below`: less than "
+                "by all that was measured; `far below`: less than "
                 f"{_far_below()}. `none`: share that find no plan."
             )
             yield Table(list(rows[0]), [[str(cell) for cell in row.values()] for row in rows], "Samples", text)
@@ -101,9 +101,7 @@ class Samples(Part):
         if source is None or len(records) < 2:
             return
         path = SimulatedPath(source, sorted(records.values(), key=lambda one: one.loss))
-        for sample in SAMPLES:
-            if path.has(*sample[:3]):
-                yield path.simulate(*sample)
+        yield from (path.simulate(*sample) for sample in SAMPLES)
 
 
 def _far_below() -> float:
@@ -173,10 +171,6 @@ class SimulatedPath:
         """Tokens of a run of text."""
         return self.source.tokens / len(self.source.nll)
 
-    def has(self, tokens: int, lookups: int, copies: int) -> bool:
-        """Tell whether more was measured than a sample takes."""
-        return all(a < b for a, b in zip((round(tokens / self.run_tokens), lookups, copies), self.pool, strict=True))
-
     @property
     def pool(self) -> tuple[int, int, int]:
         """Runs of text, look-ups and copies that were measured."""
@@ -193,9 +187,9 @@ class SimulatedPath:
 
         return {field: between(field) for field in ("nll", "correct", "lookup", "copy")}
 
-    def measurement(self, step: int, drawn: dict[str, np.ndarray]) -> Measurement:
-        """Accuracy of a step by the runs and prompts that were drawn."""
-        tokens = self.run_tokens * len(drawn["text"])
+    def measurement(self, step: int, text: np.ndarray, lookup: np.ndarray, copy: np.ndarray) -> Measurement:
+        """Accuracy of a step by some runs of text and prompts, by their indices."""
+        tokens = self.run_tokens * len(text)
 
         def ratio(field: str, items: np.ndarray) -> Measurement:
             before, after = np.array(getattr(self.source, field))[items], self.scores[field][step][items]
@@ -203,42 +197,42 @@ class SimulatedPath:
                 return Measurement.bootstrap(lambda a, b: np.exp((a - b) / tokens), before, after)
             return Measurement.bootstrap(lambda a, b: b / np.maximum(a, 1e-9), before, after)
 
-        text, lookup, copy = drawn.values()
         fields = {"nll": text, "correct": text, "lookup": lookup, "copy": copy}
         return smallest([ratio(field, items) for field, items in fields.items()])
 
-    def simulate(self, tokens: int, lookups: int, copies: int, resolution: float) -> CsvRow:
+    def simulate(self, tokens: int, lookups: int, copies: int, resolution: float, draws: int = DRAWS) -> CsvRow:
         """Search with samples of these sizes, and say what is removed and how often the target is missed."""
         draw = np.random.default_rng(0)
-        ends, kept, points = [], [], []
-        names = ("text", "lookup", "copy")
-        for _ in range(DRAWS):
-            order = [draw.permutation(size) for size in self.pool]
-            wanted = (round(tokens / self.run_tokens), lookups, copies)
-            drawn = {n: items[:k] for n, items, k in zip(names, order, wanted, strict=True)}
-            rest = {n: items[k:] for n, items, k in zip(names, order, wanted, strict=True)}
-            asked = []
+        everything = [np.arange(size) for size in self.pool]
+        kept = [self.measurement(step, *everything).value for step in range(STEPS)]
+        wanted = (round(tokens / self.run_tokens), lookups, copies)
+        ends, points = [], []
+        for _ in range(draws):
+            drawn = [draw.integers(size, size=count) for size, count in zip(self.pool, wanted, strict=True)]
+            asked: list[SimulatedPath.Step] = []
 
-            def measure(step: SimulatedPath.Step, drawn: dict = drawn, asked: list = asked) -> Fidelity:
+            def measure(
+                step: SimulatedPath.Step, drawn: list[np.ndarray] = drawn, asked: list[SimulatedPath.Step] = asked
+            ) -> Fidelity:
                 asked.append(step)
-                measured = self.measurement(self.steps.index(step), drawn)
+                measured = self.measurement(self.steps.index(step), *drawn)
                 return Fidelity(measured.value, measured.interval, {})
 
             end = by_expected_loss(self.steps, resolution, TARGET, measure)  # type: ignore[arg-type]
             points.append(len(asked))
             if end is not None:
-                ends.append(end.stored)
-                kept.append(self.measurement(self.steps.index(end), rest).value)  # type: ignore[arg-type]
+                ends.append(self.steps.index(end))  # type: ignore[arg-type]
+        removed, true = [self.steps[end].stored for end in ends], np.array([kept[end] for end in ends])
         return {
             "text, tokens": tokens,
             "look-ups": lookups,
             "copies": copies,
             "resolution": resolution,
-            "removed, mean": number(float(np.mean(ends)), 3),
-            "removed, 5 % to 95 %": " to ".join(number(float(q), 3) for q in np.quantile(ends, [0.05, 0.95])),
-            "kept, mean": number(float(np.mean(kept))),
-            "below": number(float(np.mean(np.array(kept) < TARGET)), 2),
-            "far below": number(float(np.mean(np.array(kept) < _far_below())), 2),
-            "none": number(1 - len(ends) / DRAWS, 2),
+            "removed, mean": number(float(np.mean(removed)), 3),
+            "removed, 5 % to 95 %": " to ".join(number(float(q), 3) for q in np.quantile(removed, [0.05, 0.95])),
+            "kept, mean": number(float(true.mean())),
+            "below": number(float((true < TARGET).mean()), 2),
+            "far below": number(float((true < _far_below()).mean()), 2),
+            "none": number(1 - len(ends) / draws, 2),
             "points": number(float(np.mean(points)), 1),
         }
