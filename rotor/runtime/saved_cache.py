@@ -184,7 +184,7 @@ def _digest_of(model: PreTrainedModel) -> str:
         path = path if fetched is None else Path(fetched)
     if not path.is_file():
         raise UsageError(
-            f"{name or 'the model'}: no {MANIFEST} is there, by whose digest saved caches know their checkpoint.",
+            f"{name or 'the model'}: no {MANIFEST} is found there, by whose digest saved caches know their checkpoint.",
             "Load the folder as `rotor export` wrote it: from_pretrained(FOLDER).",
         )
     return file_sha256(path)
