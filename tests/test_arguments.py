@@ -1,4 +1,4 @@
-"""What a command line says before anything large is imported, and how it says it."""
+"""Answers of a command line before anything large is imported, and their form."""
 
 from __future__ import annotations
 

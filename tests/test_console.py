@@ -1,4 +1,4 @@
-"""What the command line shows: logs, bars, exit codes, JSON."""
+"""Output of the command line: logs, bars, exit codes, JSON."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PLACES = {
     "STUDY": "studies/demo",
     "FILE": str(ROOT / "LICENSE"),
 }
-"""What the names in capitals stand for here."""
+"""Values of the names in capitals here."""
 
 FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64"]
 FAST_SETTINGS = [

@@ -51,7 +51,7 @@ def test_a_prompt_states_what_is_asked(context: EvaluationContext) -> None:
 
 
 def test_commonest_word_and_chain_of_variables(context: EvaluationContext) -> None:
-    """What is asked follows from what is stated."""
+    """Answers follow from what is stated."""
     assert context.tokenizer is not None
     prompt = long_prompt(context, 1500, 5)
     text = context.tokenizer.decode(prompt.tokens)
@@ -109,7 +109,7 @@ def test_a_study_asks_every_cache(tmp_path: Path) -> None:
 
 
 def whole_pass(study: StudyContext, prompt: list[int], question) -> tuple[bool, float]:
-    """What `long.answers` gives, of one pass without a cache."""
+    """The same as `long.answers`, of one pass without a cache."""
     tokens = torch.tensor([[*prompt, *question.asked, *question.answer]])
     with torch.inference_mode():
         logits = study.network.model(tokens, use_cache=False).logits[0].float().log_softmax(-1)

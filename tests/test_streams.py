@@ -1,4 +1,4 @@
-"""What the system throws, and what the terminal is: two lines and an exit code, never a traceback."""
+"""Errors of the system and closed terminals: two lines and an exit code, never a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a study is asked for: conditions, the store, parts that cannot run, the command."""
+"""Requests of a study: conditions, the store, parts that cannot run, the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on each split: text alone for a metric of text, positions, tasks over a distance; what is kept."""
+"""Measurements on each split: text alone for a metric of text, positions, tasks over a distance; what is kept."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MIXED: Bits = ((16, 12, 8, 4, 4, 4, 4), (8, 4, 4, 4))
 
 @dataclass
 class Folding:
-    """How attention layers are compressed.
+    """Form to which attention layers are compressed.
 
     bits: None for numbers. rank: of each latent; None: full. exact: tokens that are kept exactly.
     """

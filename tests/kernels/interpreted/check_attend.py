@@ -44,7 +44,7 @@ def test_a_short_prompt_and_a_long_one(seq_len) -> None:
 
 
 def test_a_basis_that_is_changed_and_one_that_is_pickled() -> None:
-    """What launches go by is kept with the basis, noticed to be old, and no part of what is saved."""
+    """Data of launches is kept with the basis, noticed to be old, and no part of what is saved."""
     case = case_of("post", 1, 1, 40)
     before = attended(case)
     case.parameters.query_basis.mul_(0.5)
