@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.cache_truth import states
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated
+from support.stopped import Counting
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -20,6 +21,7 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
 from rotor.policies.fitting import layer_samples
 from rotor.policies.methods.kvquant import weighted_means
+from rotor.tools.generation import FITTED_TOKENS, continue_prompt
 
 
 def sample(seed: int = 0) -> LayerSample:
@@ -221,18 +223,12 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 
 
-def test_generate_fits_an_uncompressed_model(tiny, monkeypatch) -> None:
+def test_generate_fits_an_uncompressed_model(tiny) -> None:
     """To its own text: `rotor generate MODEL --cache kvquant-4`."""
-    from rotor.tools import generation
-
-    fitted = []
-    monkeypatch.setattr(generation, "FITTED_TOKENS", 128)
-    monkeypatch.setattr(generation, "FITTED_SEQ_LEN", 32)
-    fit = generation.fit_cache_policy
-    monkeypatch.setattr(generation, "fit_cache_policy", lambda *of: fitted.append(of[2]) or fit(*of))
-    done = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="kvquant-4")
-    whole = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="none")
-    assert [rows.shape for rows in fitted] == [(4, 32)]
+    written = Counting()
+    done = continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="kvquant-4", progress=written)
+    whole = continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="none")
+    assert written.done["fit cache policy"] == FITTED_TOKENS
     assert 0 < done["kv_cache_bytes"] < whole["kv_cache_bytes"]
 
 

@@ -58,10 +58,10 @@ def layer_samples(model: PreTrainedModel, sequences: Tensor, pre_rope: bool = Fa
         NumericsError: something is not finite; names the layer.
     """
     with cache_policy(model, _Recording(pre_rope)):
-        found = [_sequence_samples(model, sequence.to(model.device)) for sequence in sequences.split(1)]
+        by_sequence = [_sequence_samples(model, sequence.to(model.device)) for sequence in sequences.split(1)]
     samples = []
-    for index, of_layer in enumerate(zip(*found, strict=True)):
-        sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
+    for index, parts in enumerate(zip(*by_sequence, strict=True)):
+        sides = [torch.cat(side) for side in zip(*parts, strict=True)]
         names = ("keys", "values", "key gradients", "value gradients")
         for name, side in zip(names, sides, strict=True):
             if not is_finite(side):
@@ -82,7 +82,7 @@ def _sequence_samples(model: PreTrainedModel, sequence: Tensor) -> list[list[Ten
         layers: list[Any] = list(cache.layers)
         gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
     sides = [[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)]
-    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in of_layer] for of_layer in sides]
+    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in layer] for layer in sides]
 
 
 @dataclass(frozen=True)
