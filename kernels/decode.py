@@ -45,8 +45,11 @@ UNSEEN = tl.constexpr(-1e20)
 weight 0; and far below every other logit."""
 
 
+MOST_HALF = tl.constexpr(2.0**12)
+"""Weights up to here are finite in float16, times every scale of a key."""
+
 MOST = tl.constexpr(1e30)
-"""Above every sum of weights that are finite in float16."""
+"""The same in other dtypes."""
 
 MOVES = 16
 """Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
@@ -222,6 +225,7 @@ def decode_kernel(
     VALUE_PARTS: tl.constexpr = (VALUE_COLUMNS + VALUE_PART - 1) // VALUE_PART
     WHOLE: tl.constexpr = VALUE_COLUMNS % VALUE_PART == 0
     CONSTANTS: tl.constexpr = 2 if SCALED else 1
+    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
     # Arguments in units of elements, and indices that all tiles share.
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
@@ -237,8 +241,13 @@ def decode_kernel(
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
-    # Logits are in units of 1 / `factor` before they meet the softmax.
+    # Logits are in units of 1 / `factor` before they meet the softmax. A key's scale is multiplied by it, and so weights
+    # are relative to a reference that is higher by `unit`.
     factor = scale / UNIT if CODED else scale
+    unit = tl.log2(factor) if SCALED else 0.0
+    most = MOST_HALF if tl.float16 == DTYPE else MOST
+    if SCALED:
+        most /= factor
     if SCALED:
         # Spreads what is in the scale's place over all query rows.
         spread = tl.where((column == 0)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
@@ -369,14 +378,18 @@ def decode_kernel(
                         pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
                         queries += (of_rows(pointers, live[None, :], ROWS == LIVE),)  # [PART, ROWS]
             # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
-            logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
+            logits = logits_of_tile(z, queries, scaled_c, KEYS, ROWS, SCALED, PRECISION)
+            if not SOFTCAP:
+                if TOKENS > 1 or MASK or KEYS > STEP:
+                    logits = tl.where(visible, logits, HIDDEN)
+                elif (start < b) | (start + STEP > u):
+                    logits = tl.where(visible, logits, HIDDEN)
             scales = 1.0
             if SCALED:
                 # A product with a column of ones gives each thread the nibbles of its keys, for its query rows.
                 of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
-                of_pair = scales_of_pairs(of_key, KEYS, ROWS)
-                scales = both_of_pairs(of_pair, KEYS, ROWS)
-                logits = logits * both_of_pairs(of_pair * factor, KEYS, ROWS)
+                scales = scales_of_keys(of_key, unit, KEYS, ROWS)
+                logits = logits * scales
             else:
                 logits = logits * factor
             added_to_all = tl.zeros((ROWS,), tl.float32)
@@ -389,24 +402,21 @@ def decode_kernel(
             elif CONSTANT:
                 added_to_all = c
             # Softmax: weights relative to the reference. An overflow shows in their sums.
-            weights, rounded, sums = softmax_of_tile(
-                logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
-            )
+            sums, rounded = softmax_of_tile(logits, added_to_all - reference, scales, SPREAD, DTYPE)
             # Seldom: take the largest logit of the tile as the reference, and weigh what was summed by it anew.
-            if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
-                higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
+            if (largest(sums) > most) | (tile % MOVE == MOVE - 1):
+                higher = tl.maximum(reference, tl.max(logits, 0) + (added_to_all + unit))
                 shrink = tl.exp2(reference - higher)
                 weight_since = tl.max(since_move, 0)
                 weighted = settled(weighted, weight_since, shrink, CODED)
                 before_move = (before_move + weight_since) * shrink
                 total_weight = total_weight * shrink[None, :]
+                since_move = tl.zeros((16, ROWS), tl.float32)
                 reference = higher
-                weights, rounded, sums = softmax_of_tile(
-                    logits, added_to_all - reference, scales, ones, tl.zeros((16, ROWS), tl.float32), DTYPE, PRECISION
-                )
-            since_move = sums
+                sums, rounded = softmax_of_tile(logits, added_to_all - reference, scales, SPREAD, DTYPE)
             if SCALED:
-                total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
+                total_weight += sums
+            since_move = tl.dot(ones, rounded, since_move, input_precision=PRECISION)
             # Values: the same words again, as [columns, keys], times the weights. What operands have too much stays in
             # the sums, and is taken out by `settled`.
             added = ()
@@ -426,6 +436,7 @@ def decode_kernel(
         weighted = settled(weighted, weight_since, tl.full((ROWS,), 1.0, tl.float32), CODED)
         total_scaled = before_move + weight_since
         sums_of_rows = tl.where(seen, tl.sum(total_weight, 0) if SCALED else total_scaled, 1.0)
+        share = 1.0 / (sums_of_rows * (scale if SCALED else UNIT if CODED else 1.0))
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += row[None, :] * (OPERANDS * VALUE_COLUMNS) + value_column[:, None]
         for i in tl.static_range(VALUE_PARTS):
@@ -433,61 +444,55 @@ def decode_kernel(
                 result = weighted[i * OPERANDS + j]
                 if CODED and sixteenth(j):
                     result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
-                if CODED:
-                    result = result / UNIT
                 if SCALED and j == 0 and i == 0:
-                    result = tl.where((value_column == 0)[:, None], total_scaled[None, :], result)
+                    result = tl.where((value_column == 0)[:, None], (total_scaled * UNIT)[None, :], result)
                 stored = (
                     live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
                 )
-                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums_of_rows[None, :], mask=stored)
+                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result * share[None, :], mask=stored)
         log_sums = tl.where(seen, reference + tl.log2(sums_of_rows), NEG_INF)
         tl.store(partial_lse + slot * LIVE + row, log_sums, mask=live)
 
 
 @triton.jit
 def logits_of_tile(
-    z, queries, scaled_c, visible, KEYS: tl.constexpr, ROWS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    z, queries, scaled_c, KEYS: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Latents times absorbed queries, [KEYS, ROWS] in digits; of hidden keys far below all others (not with a soft cap,
-    which is to come before).
+    """Latents times absorbed queries, [KEYS, ROWS] in digits.
 
     z: operands, [KEYS, PART] each. queries: of each, [PART, ROWS]. scaled_c: what scales multiply, [ROWS].
     """
-    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
     logits = tl.zeros((KEYS, ROWS), tl.float32)
     if SCALED:
-        logits += scaled_c[None, :]
-    if not SOFTCAP:
-        logits = tl.where(visible, logits, HIDDEN)
-    # Hidden keys begin so low that products do not lift them to where others are.
+        logits = tl.broadcast_to(scaled_c[None, :], (KEYS, ROWS))
     for i in tl.static_range(len(z)):
         logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
     return logits
 
 
 @triton.jit
-def scales_of_pairs(nibbles, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """The scales of keys by their nibbles, [KEYS, ROWS] of which all in a row are equal; [KEYS, ROWS // 2]: one for two
-    query rows, as a thread has them."""
+def scales_of_keys(nibbles, unit, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The scales of keys by their nibbles, times 2^unit, [KEYS, ROWS] of which all in a row are equal: computed once for
+    two query rows, as a thread has them."""
     pairs = tl.split(tl.reshape(nibbles, (KEYS, ROWS // 2, 2)))
-    return tl.exp2(pairs[0] * (0.5 / UNIT) - 4.0)
+    scales = tl.exp2(pairs[0] * (0.5 / UNIT) + (unit - 4.0))
+    return tl.reshape(tl.join(scales, scales), (KEYS, ROWS))
 
 
 @triton.jit
-def both_of_pairs(numbers, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers of pairs of query rows, [KEYS, ROWS // 2], for both of each: [KEYS, ROWS]."""
-    return tl.reshape(tl.join(numbers, numbers), (KEYS, ROWS))
-
-
-@triton.jit
-def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights 2^(logits + more), [KEYS, ROWS]; these times scales, in DTYPE; and `sums`, [16, ROWS], with theirs, which
-    are infinite where one is beyond DTYPE."""
+def softmax_of_tile(logits, more, scales, SPREAD: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights 2^(logits + more), [KEYS, ROWS], summed to [SPREAD, ROWS]; and these times scales, [KEYS, ROWS], in
+    DTYPE."""
     weights = tl.exp2(logits + more[None, :])
-    rounded = (weights * scales).to(DTYPE)
-    return weights, rounded, tl.dot(ones, rounded, sums, input_precision=PRECISION)
+    sums = tl.sum(tl.reshape(weights, (logits.shape[0] // SPREAD, SPREAD, logits.shape[1])), 0)
+    return sums, (weights * scales).to(DTYPE)
+
+
+@triton.jit
+def largest(sums):
+    """The largest of sums that are not negative: as integers, which take one instruction for a warp."""
+    bits = tl.reshape(sums, (sums.shape[0] * sums.shape[1],), can_reorder=True).to(tl.int32, bitcast=True)
+    return tl.max(bits, 0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
