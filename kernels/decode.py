@@ -104,6 +104,13 @@ def as_number(digits, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def of_a_lane(number):
+    """A number that all lanes share, in a register of each: what is compared with it is then a predicate of each lane,
+    as copies need, and not one of the warp that is turned into one for each copy."""
+    return tl.inline_asm_elementwise("{ .reg .b32 none; mov.u32 none, %laneid; shr.u32 none, none, 5; add.s32 $0, $1, none; }", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip  # noqa: E501
+
+
+@triton.jit
 def crumb(byte, HIGHER: tl.constexpr, ASM: tl.constexpr):
     """The lower crumb of a byte's lower nibble, or 16 times that of its higher one."""
     if not ASM:
@@ -269,6 +276,8 @@ def decode_kernel(
         position += tile_1 - tile_0
         tile_0 += b // STEP
         tile_1 += b // STEP
+        if ASM:
+            tile_1 = of_a_lane(tile_1)
         width = tl.load(table + group * 8)
         keys = key + tl.load(table + group * 8 + 1) * KEY_ALIGN
         value_width = tl.load(table + group * 8 + 2)
@@ -301,6 +310,10 @@ def decode_kernel(
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
             q_block = groups * LIVE
             q_row = row[None, :] * (OPERANDS * COLUMNS) + column[:, None]
+            if BLOCK > 0:
+                block = q_group + (tile_0 * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
+                block_constant = constant + CONSTANTS * block
+                block_query = query + block * (OPERANDS * COLUMNS)
             if BLOCK == 0:
                 queries = ()
                 for i in tl.static_range(PARTS):
@@ -365,18 +378,23 @@ def decode_kernel(
                     bits = mask + new.to(tl.int64) * mask_stride + start + place
                     visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
-            # Queries and constants of the tile's block.
+            # Queries and constants of the tile's block, and where those of the next tile are.
             if BLOCK > 0:
-                block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)  # [ROWS]
+                c = of_rows(block_constant + row, live, ROWS == LIVE)  # [ROWS]
                 scaled_c = c
                 if SCALED:
-                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)  # [ROWS]
+                    scaled_c = of_rows(block_constant + LIVE + row, live, ROWS == LIVE)  # [ROWS]
                 queries = ()
                 for i in tl.static_range(PARTS):
                     for j in tl.static_range(OPERANDS):
-                        pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                        pointers = block_query + (j * COLUMNS + i * PART) + q_row
                         queries += (of_rows(pointers, live[None, :], ROWS == LIVE),)  # [PART, ROWS]
+                if BLOCK == STEP:
+                    passed = q_block
+                else:
+                    passed = tl.where((tile + 1) * STEP % BLOCK == 0, q_block, 0)
+                block_constant += CONSTANTS * passed
+                block_query += passed * (OPERANDS * COLUMNS)
             # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
             logits = logits_of_tile(z, queries, scaled_c, KEYS, ROWS, SCALED, PRECISION)
             if not SOFTCAP:
