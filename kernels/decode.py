@@ -148,7 +148,7 @@ def rows_at(
     Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP
-    place = tl.arange(0, KEYS)
+    place = tl.reshape(tl.arange(0, KEYS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], (KEYS,))
     WHOLE: tl.constexpr = CODED and KEYS == STEP and PAGE and PAGE % STEP == 0
     if not WHOLE:
         place = tl.minimum(tl.maximum(place, begin - start), tl.minimum(until - start, STEP) - 1)
