@@ -18,7 +18,8 @@ its weight before values are summed: a product with a column of ones spreads its
 in its place is read as 1.
 
 Weights are relative to a reference, which is the largest logit of the first tile and is seldom moved: where a weight
-would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing.
+would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing. Nor does it ask
+which keys are visible, unless a sequence begins or ends in it, or query rows differ in what they see.
 
 A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
 reads them as operands of products (`ldmatrix`) and unpacks them in registers. The second are read after the softmax, so
@@ -46,10 +47,10 @@ weight 0; and far below every other logit."""
 
 
 MOST_HALF = tl.constexpr(2.0**12)
-"""Weights up to here are finite in float16, times every scale of a key."""
+"""A weight up to here is finite in float16, whatever scale of a key multiplies it: the largest is 2^3.5."""
 
 MOST = tl.constexpr(1e30)
-"""The same in other dtypes."""
+"""A weight up to here is finite in other dtypes."""
 
 MOVES = 16
 """Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
@@ -148,6 +149,7 @@ def rows_at(
     Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP
+    # By eights, so that the compiler sees that rows of a thread are constants apart.
     place = tl.reshape(tl.arange(0, KEYS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], (KEYS,))
     WHOLE: tl.constexpr = CODED and KEYS == STEP and PAGE and PAGE % STEP == 0
     if not WHOLE:
@@ -248,14 +250,14 @@ def decode_kernel(
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
-    # Logits are in units of 1 / `factor` before they meet the softmax. A key's scale is multiplied by it, and so weights
-    # are relative to a reference that is higher by `unit`.
+    # Logits are in units of 1 / `factor` before they meet the softmax. Where a key has a scale, this is multiplied by
+    # `factor`, also as it weighs values: the reference is higher by `unit`, so that weights are as much smaller.
     factor = scale / UNIT if CODED else scale
-    unit = tl.log2(factor) if SCALED else 0.0
+    unit = 0.0
     most = MOST_HALF if tl.float16 == DTYPE else MOST
     if SCALED:
+        unit = tl.log2(factor)
         most /= factor
-    if SCALED:
         # Spreads what is in the scale's place over all query rows.
         spread = tl.where((column == 0)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
 
@@ -397,10 +399,11 @@ def decode_kernel(
                 block_query += passed * (OPERANDS * COLUMNS)
             # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
             logits = logits_of_tile(z, queries, scaled_c, KEYS, ROWS, SCALED, PRECISION)
-            if not SOFTCAP:
+            if not SOFTCAP:  # which would lift hidden keys
+                partly = (start < b) | (start + STEP > u)  # a sequence begins or ends in this tile
                 if TOKENS > 1 or MASK or KEYS > STEP:
-                    logits = tl.where(visible, logits, HIDDEN)
-                elif (start < b) | (start + STEP > u):
+                    partly = True
+                if partly:
                     logits = tl.where(visible, logits, HIDDEN)
             scales = 1.0
             if SCALED:
@@ -490,8 +493,8 @@ def logits_of_tile(
 
 @triton.jit
 def scales_of_keys(nibbles, unit, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """The scales of keys by their nibbles, times 2^unit, [KEYS, ROWS] of which all in a row are equal: computed once for
-    two query rows, as a thread has them."""
+    """The scales of keys by their nibbles, times 2^unit, [KEYS, ROWS] of which all in a row are equal: one is computed
+    for two query rows, as a thread has them."""
     pairs = tl.split(tl.reshape(nibbles, (KEYS, ROWS // 2, 2)))
     scales = tl.exp2(pairs[0] * (0.5 / UNIT) + (unit - 4.0))
     return tl.reshape(tl.join(scales, scales), (KEYS, ROWS))
