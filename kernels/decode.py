@@ -81,20 +81,26 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
 
     Words give CODED operands, as in `excess`. A tile of numbers is its only operand.
     """
-    if not CODED:
+    if CODED:
+        return unpacked(words.to(tl.uint16, bitcast=True), CODED, DTYPE, ASM)
+    else:
         return (words,)
-    words = words.to(tl.uint16, bitcast=True)
+
+
+@triton.jit
+def unpacked(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Operands of words of codes."""
     if ASM:
         digits = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
         low = (words & 0xFF).to(tl.uint16)
         high = (words >> 8).to(tl.uint16)
         digits = (low & 0xF, low, high & 0xF, high)
-    unpacked = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
-    unpacked += (as_number(digits[3], DTYPE),)
+    found = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
+    found += (as_number(digits[3], DTYPE),)
     for j in tl.static_range(4, CODED):
-        unpacked += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
-    return unpacked
+        found += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
+    return found
 
 
 @triton.jit
