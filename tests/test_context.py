@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support.command_line import rotor
 from support.compare import relative_error
 from test_bit_plans import layer_codes, predicted_loss
 from transformers import AutoModelForCausalLM
@@ -118,6 +120,20 @@ def run(two_ropes: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_layers_of_two_ropes_have_one_form(two_ropes: Path, run: Run) -> None:
     assert run.form.keys == (KeyForm(64), KeyForm(64))
     assert inspect(two_ropes, "rotor", ["groups.size=2"]).form == "joint, blocks of 64, 2 heads"
+
+
+def test_an_export_says_where_its_cache_is_smaller(run: Run, tmp_path: Path, capsys) -> None:
+    """Exact tokens of a short sequence are all of it, so that its rows come on top."""
+    for context, said, card in (
+        (12, "smaller at no length up to 12 tokens", "Sequences of up to 12 tokens take no less than without rotor."),
+        (256, r"smaller from \d+ tokens on", r"Sequences of fewer than \d+ tokens take more than without rotor."),
+    ):
+        out = tmp_path / str(context)
+        arguments = ("--compression", "0.6", "--no-measure", "--context", str(context))
+        code, shown, _ = rotor(capsys, "export", run.folder, "-o", out, *arguments)
+        assert code == 0
+        assert re.search(said, shown)
+        assert re.search(card, (out / "README.md").read_text())
 
 
 def test_an_export_counts_the_bytes_of_its_context(run: Run, tmp_path: Path) -> None:

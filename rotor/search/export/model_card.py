@@ -117,7 +117,9 @@ def _sizes_in_words(report: CheckpointInfo, layouts: Sequence[LayerLayout]) -> s
 
 def _break_even(held: SequenceInfo) -> str:
     """From how many tokens on a cache is smaller, where short ones are not."""
-    smaller = held.get("smaller_from") or 1
+    smaller = held.get("smaller_from")
+    if smaller is None:
+        return f"\nSequences of up to {held['tokens']:,} tokens take no less than without rotor."
     return f"\nSequences of fewer than {smaller:,} tokens take more than without rotor." if smaller > 1 else ""
 
 
