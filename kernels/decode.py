@@ -518,8 +518,7 @@ def softmax_of_tile(logits, more, scales, SPREAD: tl.constexpr, DTYPE: tl.conste
 @triton.jit
 def largest(sums):
     """The largest of sums that are not negative: as integers, which take one instruction for a warp."""
-    bits = tl.reshape(sums, (sums.shape[0] * sums.shape[1],), can_reorder=True).to(tl.int32, bitcast=True)
-    return tl.max(bits, 0).to(tl.float32, bitcast=True)
+    return tl.max(sums.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
