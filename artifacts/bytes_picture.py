@@ -28,7 +28,7 @@ MODELS = {
 """Folders in artifacts/studies by the name that the picture gives them; those that are not there are left out."""
 
 CACHES = {"fp8, one scale": "fp8", "KIVI-4": "KIVI, 4 bits", "KVTC-4": "KVTC, 4 bits"}
-"""What is drawn of a study, with the words for it."""
+"""Lines that are drawn of a study, with the words for them."""
 
 RECIPE, CONTEXT = "rotor", 32_768
 

@@ -1,4 +1,4 @@
-"""What `make demo` runs: the bundled model calibrated, exported and validated in short, then both models side by side.
+"""Run `make demo`: the bundled model calibrated, exported and validated in short, then both models side by side.
 
     python artifacts/demo.py     in the root of the sources
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def export_row(folder: Path) -> list[str]:
-    """Of an export: recipe, bytes a token, share removed, report and its interval, KL."""
+    """Row of an export: recipe, bytes a token, share removed, report and its interval, KL."""
     about = json.loads((folder / "rotor.json").read_text())
     size, accuracy = about["kv_bytes_per_token"], about["accuracy"]
     low, high = accuracy["interval_95"]

@@ -1,4 +1,4 @@
-"""How many channels hold 99 % of the energy of a model's keys (before RoPE) and values: what compression lives on.
+"""Count channels that hold 99 % of the energy of a model's keys (before RoPE) and values: what compression lives on.
 
     python artifacts/spectra.py artifacts/demo-model [--json]
 

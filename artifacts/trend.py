@@ -1,4 +1,4 @@
-"""What rotor brings by a model's shape and spectra: a table and a plot over models.
+"""Table and plot of what rotor brings by a model's shape and spectra.
 
     python artifacts/trend.py artifacts/studies/trend/bundled artifacts/studies/trend/reference
 

@@ -56,7 +56,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def shared(path: Path, spec: Evaluation) -> list[str]:
-    """What a calibration on a text takes of it."""
+    """Parts of a text that a calibration takes."""
     return [unit.text for units in calibration_share(read_kinds([path], None), spec).values() for unit in units]
 
 

@@ -1,7 +1,8 @@
-"""What a command line says before anything large is imported, and how it says it."""
+"""Answers of a command line before anything large is imported, and their form."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import io
 import json
@@ -137,12 +138,9 @@ def test_resuming_nothing_is_said(tiny, tmp_path: Path, capsys) -> None:
     assert f"--resume: no unfinished run is at {tmp_path}/run.partial; this one begins at the start." in error
 
 
-def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(monkeypatch, caplog) -> None:
+def test_what_is_left_of_a_long_task_is_told_where_there_is_no_terminal(caplog) -> None:
     seconds = iter(range(0, 1000, 20))
-    monkeypatch.setattr(console, "clock", lambda: float(next(seconds)))
-    monkeypatch.setattr(console, "SECONDS_BETWEEN_LINES", 30.0)
-    monkeypatch.setattr(console, "stderr", console.Console(file=io.StringIO()))
-    progress = console.show_progress(False)
+    progress = console.LineProgress(30.0, lambda: float(next(seconds)))
     with caplog.at_level(logging.INFO, "rotor"), progress.task("measure", 8000.0, "tokens") as advance:
         for _ in range(8):
             advance(1000.0)
@@ -157,10 +155,12 @@ def test_text_is_streamed_and_chat_templates_are_applied(tiny, tmp_path: Path, c
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     generate = ["generate", model, "--max-new-tokens", "6"]
     pieces: list[str] = []
-    write = sys.stdout.write
-    monkeypatch.setattr("rotor.cli.models._show", lambda text: (pieces.append(text), write(text)))
-    code, plain, _ = rotor(capsys, *generate, "def main(")
-    assert (code, plain.startswith("def main("), len(pieces) > 1) == (0, True, True)
+    streamed = io.StringIO()
+    streamed.flush = lambda: pieces.append(streamed.getvalue())
+    with contextlib.redirect_stdout(streamed):
+        code, *_ = rotor(capsys, *generate, "def main(")
+    plain = streamed.getvalue()
+    assert (code, plain.startswith("def main("), len(set(pieces)) > 1) == (0, True, True)
     whole = json.loads(rotor(capsys, *generate, "def main(", "--json")[1])
     assert plain == whole["text"] + "\n"
     assert (whole["new_tokens"], whole["chat_template"]) == (6, False)
@@ -193,10 +193,9 @@ def test_a_chat_is_streamed_and_a_template_that_fails_is_said(tiny, tmp_path: Pa
 
 
 @pytest.mark.nightly
-def test_chat_templates_without_end_are_stopped(tiny, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_chat_templates_without_end_are_stopped(tiny, tmp_path: Path, capsys) -> None:
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     generate = ["generate", model, "--max-new-tokens", "6"]
-    monkeypatch.setattr("rotor.models.tokenizer.CHAT_CPU_S", 6)
     for template, why in (
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended with code -"),
         ("{% for a in range(1200) %}{{ 'x' * 1000 }}{% endfor %}", "makes 1200000 characters of 9"),

@@ -142,7 +142,7 @@ def test_run_passes_on_arguments_exit_code_and_signals(tmp_path: Path) -> None:
 def test_a_rotor_that_cannot_be_registered_breaks_no_other_model() -> None:
     broken = """
 import sys
-sys.modules["rotor.runtime.attention"] = None
+sys.modules["rotor.checkpoint.section"] = None
 import rotor
 import transformers.modeling_utils
 """

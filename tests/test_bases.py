@@ -5,7 +5,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from rotor.calibration.bases import identity, kq, palu, svd
+from rotor.calibration.bases import kq, palu, svd
 from rotor.calibration.bases.method import Inputs, block_diagonal, output_moments, rotary_average
 from rotor.calibration.information import LayerFisher, TokenSamples
 from rotor.calibration.moments import LayerStatistics
@@ -167,16 +167,3 @@ def test_refit_is_exact_at_full_rank_and_never_worse_below(group_size: int) -> N
     for rank in (1, 2):
         assert errors[rank, True] <= errors[rank, False] * (1 + 1e-9)
     assert errors[1, True] < 0.999 * errors[1, False]
-
-
-def test_identity_orders_channels_by_the_energy_of_their_products() -> None:
-    """A channel's singular value is the square root of what dropping it changes, where queries and keys are apart."""
-    queries, keys = random(50, 6, seed=1), random(40, 6, seed=2) * torch.tensor([1, 5, 0.1, 2, 0, 3], dtype=DOUBLE)
-    pair = identity.from_moments((queries.T @ queries)[None], (keys.T @ keys)[None])
-    order = pair.encode[0].argmax(0)
-    torch.testing.assert_close(pair.encode[0].T @ pair.encode[0], torch.eye(6, dtype=DOUBLE))
-    for value, channel in zip(pair.singular_values[0], order, strict=True):
-        lost = (queries[:, channel, None] * keys[:, channel]).square().sum()
-        assert float(value) ** 2 == pytest.approx(float(lost))
-    assert (pair.singular_values[0].diff() <= 0).all()
-    assert order[-1] == 4

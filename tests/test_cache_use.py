@@ -177,7 +177,7 @@ def test_rows_can_be_chosen_moved_and_reset(policy: Policy, models) -> None:
 
 
 class Offloading(DynamicCache):
-    """What transformers' offloaded cache does with a layer around each of its steps, wherever it lies."""
+    """Moves of a layer by transformers' offloaded cache around each of its steps, wherever it lies."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: object, **kwargs: object):
         self.layers[layer_idx].prefetch()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shutil
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from support.command_line import expect_error, rotor
 from support.paths import DEMO_MODEL
 from support.runs import FAST_EVALUATION, SMALL_OPTIONS, contents, reseal
+from support.stopped import Counting
 
-from rotor import Run
+from rotor import RotorError, Run, export
 from rotor.search.plan_evaluator import rank_path
 from rotor.search.point import Point
 from rotor.search.table import RankTable
@@ -156,11 +156,12 @@ def test_a_target_out_of_reach_is_exit_code_3(demo_run, tmp_path: Path, capsys) 
 def test_a_disk_that_is_too_small_is_noticed_first(demo_run, tmp_path: Path, capsys, monkeypatch) -> None:
     run = shutil.copytree(demo_run("fdc").folder, tmp_path / "run")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(
-        importlib.import_module("rotor.search.export.search"), "evaluation_plan", None
-    )  # the disk is checked first
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     expect_error(capsys, 1, "0.0 MB free", "export", run, "-o", tmp_path / "out", "--compression", "0.5", "-q")
+    begun = Counting()
+    with pytest.raises(RotorError, match="free"):
+        export(run, tmp_path / "out", compression=0.5, progress=begun)
+    assert "measure" not in begun.names
     assert not (tmp_path / "out").exists()
 
 

@@ -122,7 +122,7 @@ def test_chunks_leave_the_logits_of_one_prefill(name, pair) -> None:
 
 
 def test_rows_move_between_devices_as_they_are(pair) -> None:
-    """What an offloaded cache does with a layer between its steps."""
+    """Moves of a layer by an offloaded cache between its steps."""
     model, rows = pair("pre").load(), prompts(2, 20)
     tokens = []
     for offloaded in (False, True):

@@ -228,7 +228,7 @@ def fitted(seed: int, dim: int = 16, samples: int = 256) -> tuple[Tensor, Tensor
 
 
 def rows_of(folded: FoldedBasis, projected: Tensor) -> Tensor:
-    """What attention reads of what a projection puts out: through the bytes of a row."""
+    """Numbers that attention reads of a projection's output: through the bytes of a row."""
     return CHANNELS.unpack(CHANNELS.pack(projected), torch.float64)
 
 

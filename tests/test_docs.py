@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import shlex
@@ -28,7 +27,7 @@ PLACES = {
     "STUDY": "studies/demo",
     "FILE": str(ROOT / "LICENSE"),
 }
-"""What the names in capitals stand for here."""
+"""Values of the names in capitals here."""
 
 FAST = ["tokens.count=512", "tokens.seq_len=64", "evaluation.seq_len=64", "ranks.probe_tokens=64"]
 FAST_SETTINGS = [
@@ -158,9 +157,6 @@ def test_every_command_runs(pages: list[Path], tmp_path: Path, capsys, monkeypat
     command runs once, and the others are parsed."""
     monkeypatch.chdir(tmp_path)
     ran: list[str] = []
-    monkeypatch.setattr(
-        importlib.import_module("rotor.search.export.export"), "write_with_checkpoint", lambda *arguments: None
-    )
     for page in PAGES:
         for words in commands(page):
             if words[0] == "torchrun":

@@ -20,14 +20,13 @@ from safetensors.torch import load_file, save_file
 from support.paths import DEMO_MODEL, ROOT
 from support.quick import mostly_nightly
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated, contents
+from support.stopped import Counting
 
 from rotor import calibrate, export, validate
 from rotor.checkpoint.section import MARK
 from rotor.cli.checkpoints import _print_run
 from rotor.errors import CheckpointError
-from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.table import RankTable
-from rotor.tools.validation import validate as validation
 
 
 @pytest.mark.parametrize("recipe", mostly_nightly(["fdc", "rotor"], lambda recipe: recipe == "fdc"))
@@ -111,16 +110,16 @@ def test_compression_and_removal_rate_measure_one_point(run_copy, tmp_path: Path
     assert same.report["ranks"] == half.report["ranks"]
 
 
-def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path, monkeypatch) -> None:
-    run, calls = run_copy("fdc"), []
+def test_several_folders_of_a_source_measure_it_once(run_copy, tmp_path: Path) -> None:
+    run, begun = run_copy("fdc"), Counting()
     for share in (0.5, 0.3):
         export(run.folder, tmp_path / str(share), compression=share, measure=False)
-    for owner, name in ((FidelityMeter, "measure_base"), (validation, "evaluation_data")):
-        measure = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *given, m=measure, n=name: (calls.append(n), m(*given))[1])
     shared: dict = {}
-    together = [validate(tmp_path / str(share), shared=shared) for share in (0.5, 0.3)]
-    assert calls == ["evaluation_data", "measure_base"]
+    together = [validate(tmp_path / "0.5", shared=shared, progress=begun)]
+    text = shared["text"][1]
+    together.append(validate(tmp_path / "0.3", shared=shared, progress=begun))
+    assert shared["text"][1] is text
+    assert begun.names.count("measure") == 3  # the source, and each folder
     alone = validate(tmp_path / "0.3")
     assert (together[1].checks, together[1].summary) == (alone.checks, alone.summary)
     assert together[0].summary["accuracy"] != alone.summary["accuracy"]

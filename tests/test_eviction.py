@@ -1,4 +1,4 @@
-"""What evicting policies keep: each score against float64, budgets of layers, and other tools' definitions."""
+"""Tokens that evicting policies keep: each score against float64, budgets of layers, and other tools' definitions."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_what_is_taken_back_leaves_older_tokens_to_their_codes(name: str, models
 
 
 class Offloading(DynamicCache):
-    """What transformers' offloaded cache does with a layer around each of its steps, wherever it lies."""
+    """Moves of a layer by transformers' offloaded cache around each of its steps, wherever it lies."""
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.layers[layer_idx].prefetch()
@@ -304,7 +304,7 @@ def test_gradients_of_numbers_beside_exact_tokens_are_the_sources(models) -> Non
 
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_a_loss_beside_codes_has_no_gradient(use_cache: bool, models) -> None:
-    """Whether a pass reads codes or not; gradients stay as they were."""
+    """In passes that read codes and in others; gradients stay as they were."""
     for name in ("post", "both kinds of layers"):
         model, _ = models(name)
         model.zero_grad()
@@ -361,7 +361,7 @@ def test_slots_that_grow_with_a_sequence_hold_what_all_of_them_would(
 
 
 def test_bytes_are_counted_with_exact_tokens(models) -> None:
-    """What a cache holds is the rows of its tokens, and the slots of its exact ones; a window holds no more, and a
+    """A cache holds the rows of its tokens, and the slots of its exact ones; a window holds no more, and a
     sequence that is shorter than the ring fewer."""
     whole, source = models("blocks")
     window, _ = models("window shorter than the ring")

@@ -1,4 +1,4 @@
-"""What differs between families: capture, fused projections, partial rotary, soft caps, experts, refusals."""
+"""Differences between families: capture, fused projections, partial rotary, soft caps, experts, refusals."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_capture_sees_what_attention_computes(name: str, tiny) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_are_as_the_family_says(name: str, tiny) -> None:
-    """What a layer returns, and where W_k and W_v are."""
+    """Output of a layer, and places of W_k and W_v."""
     model, checkpoint = load_tiny(tiny(name)), Checkpoint(tiny(name))
     family = find_family(model.config)
     weights = read_attention(family, 1, checkpoint.names, checkpoint.tensor, attention_shape(model.config))

@@ -1,4 +1,4 @@
-"""How bases meet the heads of a checkpoint: which group's basis a group gets, and in which order heads are written."""
+"""Bases and heads of a checkpoint: which group's basis a group gets, and in which order heads are written."""
 
 from __future__ import annotations
 

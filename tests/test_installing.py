@@ -1,4 +1,4 @@
-"""What rotor says about installing it, and what its package says about itself."""
+"""Words of rotor about installing it, and of its package about itself."""
 
 from __future__ import annotations
 

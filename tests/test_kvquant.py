@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.cache_truth import states
 from support.runs import FAST_EVALUATION, SHORT_TEXT, calibrated
+from support.stopped import Counting
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
@@ -20,6 +21,7 @@ from rotor.errors import CheckpointError, DataError, UsageError
 from rotor.policies import CodedLayer, KVQuant, LayerSample, cache_policy, find_policy, policy_of, read_stored
 from rotor.policies.fitting import layer_samples
 from rotor.policies.methods.kvquant import weighted_means
+from rotor.tools.generation import FITTED_TOKENS, continue_prompt
 
 
 def sample(seed: int = 0) -> LayerSample:
@@ -177,6 +179,18 @@ def test_gradients_are_those_of_differences(tiny) -> None:
         assert found[layer].keys.shape == (2, 9, model.config.num_key_value_heads * model.config.head_dim)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_samples_without_gradients_are_the_same(family: str, tiny) -> None:
+    """Of a pass without autograd, as the activations of all layers of a model of 1.5 B parameters are 10 GB."""
+    model = AutoModelForCausalLM.from_pretrained(tiny(family)).eval()
+    rows = torch.randint(1, 4096, (2, 11), generator=torch.Generator().manual_seed(0))
+    pairs = zip(layer_samples(model, rows), layer_samples(model, rows, gradients=False), strict=True)
+    for with_gradients, without in pairs:
+        assert torch.equal(with_gradients.keys, without.keys)
+        assert torch.equal(with_gradients.values, without.values)
+        assert without.key_gradients is None
+
+
 def test_keys_of_an_uncompressed_model_are_coded_before_rope(tiny) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny("llama")).double().eval()
     rows = torch.randint(1, 4096, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -221,18 +235,12 @@ def test_an_uncompressed_model_is_fitted_and_generates(tiny) -> None:
         rotor.fit_cache_policy(model, KVQuant(), rows[:, :1])
 
 
-def test_generate_fits_an_uncompressed_model(tiny, monkeypatch) -> None:
+def test_generate_fits_an_uncompressed_model(tiny) -> None:
     """To its own text: `rotor generate MODEL --cache kvquant-4`."""
-    from rotor.tools import generation
-
-    fitted = []
-    monkeypatch.setattr(generation, "FITTED_TOKENS", 128)
-    monkeypatch.setattr(generation, "FITTED_SEQ_LEN", 32)
-    fit = generation.fit_cache_policy
-    monkeypatch.setattr(generation, "fit_cache_policy", lambda *of: fitted.append(of[2]) or fit(*of))
-    done = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="kvquant-4")
-    whole = generation.continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="none")
-    assert [rows.shape for rows in fitted] == [(4, 32)]
+    written = Counting()
+    done = continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="kvquant-4", progress=written)
+    whole = continue_prompt(tiny("llama"), "hello there", max_new_tokens=6, cache="none")
+    assert written.done["fit cache policy"] == FITTED_TOKENS
     assert 0 < done["kv_cache_bytes"] < whole["kv_cache_bytes"]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support.paths import DEMO_MODEL
+from support.tiny_models import demo_model
 
 from rotor import study
 from rotor.errors import DataError
@@ -16,6 +18,7 @@ from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.prompts import EvaluationContext
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.long_prompts import TASKS, long_prompt
+from rotor.tools.study.part import Part, Task
 from rotor.tools.study.parts import long
 
 TOKENS = 1024
@@ -48,7 +51,7 @@ def test_a_prompt_states_what_is_asked(context: EvaluationContext) -> None:
 
 
 def test_commonest_word_and_chain_of_variables(context: EvaluationContext) -> None:
-    """What is asked follows from what is stated."""
+    """Answers follow from what is stated."""
     assert context.tokenizer is not None
     prompt = long_prompt(context, 1500, 5)
     text = context.tokenizer.decode(prompt.tokens)
@@ -69,39 +72,44 @@ def test_too_few_tokens_or_no_tokenizer(context: EvaluationContext) -> None:
         long_prompt(without, TOKENS, 0)
 
 
-def test_a_study_asks_every_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OnePass(Part):
+    """Answers behind an uncompressed cache, and of one pass over prompt and answer."""
+
+    name = "one-pass"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        yield Task("one-pass/answers", lambda: self.answers(study))
+
+    def answers(self, study: StudyContext) -> dict[str, list[tuple[bool, float]]]:
+        prompt = long_prompt(study.evaluation_context, TOKENS, 0)
+        whole = [whole_pass(study, prompt.tokens, question) for question in prompt.questions]
+        return {"cache": long.answers(study, prompt), "whole": whole}
+
+
+def test_a_study_asks_every_cache(tmp_path: Path) -> None:
     """Answers behind an uncompressed cache are those of one pass over all; a second start measures nothing."""
-    monkeypatch.setattr(long, "LENGTHS", (TOKENS,))
-    monkeypatch.setattr(long, "PROMPTS", 1)
-    found = []
-    measure = long.measure
-
-    def with_a_whole_pass(study: StudyContext, tokens: int, policy=None):
-        if not found:
-            prompt = long_prompt(study.evaluation_context, tokens, 0)
-            found.append(long.answers(study, prompt))
-            found.append([whole_pass(study, prompt.tokens, question) for question in prompt.questions])
-        return measure(study, tokens, policy)
-
-    monkeypatch.setattr(long, "measure", with_a_whole_pass)
-    given = {"parts": ["long"], "sizes": [600], "plots": False}
-    result = study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given)
+    model = demo_model(tmp_path / "model", max_position_embeddings=TOKENS + long.QUESTION_TOKENS)
+    given = {"sizes": [600], "plots": False}
+    passes = study(model, tmp_path / "study", ["rotor"], SETTINGS, parts=[f"{__file__}:OnePass"], **given)
+    behind_cache, whole = passes.records["one-pass/answers"].values()
+    given["parts"] = ["long"]
+    result = study(model, tmp_path / "study", ["rotor"], SETTINGS, **given)
     names = ["uncompressed", "fp8, one scale", "KIVI-4", "4 bits a token and head", "rotor, 600 bytes"]
+    del result.records["one-pass/answers"]
     assert list(result.records) == [f"long/{name}, {TOKENS} tokens" for name in names]
     sizes = [record["kv_bytes_per_token"] for record in result.records.values()]
     assert (sizes[0], sizes[1], sizes[3]) == (2560, 1280, 720)
     assert 0.9 * 600 < sizes[4] - 132 * 2560 / TOKENS <= 600  # behind tokens that are exact
-    behind_cache, whole = found
     assert [exact for exact, _ in behind_cache] == [exact for exact, _ in whole]
     assert [one for _, one in behind_cache] == pytest.approx([one for _, one in whole], abs=1e-3)
     with (tmp_path / "study/long.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(names) * len(TASKS)
     assert "| 1,024 tokens | bytes | mean |" in (tmp_path / "study/summary.md").read_text()
-    assert study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given).added == 0
+    assert study(model, tmp_path / "study", ["rotor"], SETTINGS, **given).added == 0
 
 
 def whole_pass(study: StudyContext, prompt: list[int], question) -> tuple[bool, float]:
-    """What `long.answers` gives, of one pass without a cache."""
+    """The same as `long.answers`, of one pass without a cache."""
     tokens = torch.tensor([[*prompt, *question.asked, *question.answer]])
     with torch.inference_mode():
         logits = study.network.model(tokens, use_cache=False).logits[0].float().log_softmax(-1)

@@ -14,9 +14,9 @@ from rotor import Progress
 from rotor.errors import DataError
 from rotor.models.layerwise import LayerwiseModel
 from rotor.models.loading import load_model
+from rotor.models.memory import LOGIT_BYTES
 from rotor.models.source import Checkpoint
 from rotor.recipe.sections import Evaluation
-from rotor.search.evaluation import scoring as evaluation
 from rotor.search.evaluation.fidelity import FidelityMeter
 from rotor.search.evaluation.prompts import lookup_text, make_prompts
 from rotor.search.evaluation.scoring import answer_scores
@@ -73,18 +73,20 @@ def test_rows_of_a_split_are_seeded_and_hold_text_between(name: str, seq_len: in
             assert int(where.min()) >= length - seq_len // 3
 
 
-def test_batches_do_not_change_the_scores_of_answers(demo, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_do_not_change_the_scores_of_answers(demo) -> None:
+    """Of prompts, whose answers are few, and of all tokens, whose logits are made in several parts."""
     checkpoint, model = demo
-    prompts = make_prompts("lookup", context(Evaluation(lookup_prompts=3, seq_len=256), checkpoint), "report")
+    prompts = make_prompts("lookup", context(Evaluation(lookup_prompts=5, seq_len=256), checkpoint), "report")
     states = model.final_states(prompts.rows)
-    together = answer_scores(model, prompts.rows, prompts.answers, states)
-    monkeypatch.setitem(evaluation.LOGIT_BYTES, "cpu", 1)
-    alone = answer_scores(model, prompts.rows, prompts.answers, states)
-    np.testing.assert_allclose(alone.probability, together.probability, rtol=1e-5)
     logits = model.model(prompts.rows).logits[:, :-1].double().softmax(-1)
     right = logits.gather(-1, prompts.rows[:, 1:, None])[..., 0]
-    expected = (right * prompts.answers[:, 1:]).sum(-1).detach().numpy()
-    np.testing.assert_allclose(together.probability, expected, rtol=1e-4)
+    everything = torch.ones_like(prompts.answers)
+    everything[:, 0] = False
+    assert everything.sum() > LOGIT_BYTES["cpu"] // (4 * checkpoint.config.vocab_size)
+    for answers in (prompts.answers, everything):
+        scored = answer_scores(model, prompts.rows, answers, states)
+        expected = (right * answers[:, 1:]).sum(-1).detach().numpy()
+        np.testing.assert_allclose(scored.probability, expected, rtol=1e-4)
 
 
 def test_the_bundled_model_looks_up_and_a_random_one_leaves_it_out(demo, tiny, caplog) -> None:

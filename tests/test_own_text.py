@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from support.command_line import expect_error, rotor
 from support.paths import ROOT
+from support.stopped import Counting
 from support.tiny_models import build_tiny
 
-from rotor import Run
+from rotor import Run, calibrate
 from rotor.errors import DataError
 from rotor.models.documents import read_documents
 from rotor.models.readiness import check_text, describe_evaluation
@@ -80,12 +81,8 @@ def test_one_flag_is_for_all_splits_which_share_nothing(
     assert target["detail"].startswith("on the report split none was set; default ")
 
 
-def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: Path, capsys) -> None:
     """With what there is and what is needed of each split, and settings that then work."""
-    import importlib
-
-    module = importlib.import_module("rotor.calibration.calibrate")
-    monkeypatch.setattr(module.Calibration, "run", lambda self: pytest.fail("work was begun"))
     short = tmp_path / "short.txt"
     short.write_text((ROOT / "LICENSE").read_text()[:4000])
     tokenizer = Checkpoint(model).tokenizer
@@ -109,6 +106,10 @@ def test_too_little_text_is_told_before_anything_is_done(model: Path, tmp_path: 
     expect_error(capsys, 1, "too little text", *command, "--text", tmp_path / "tiny.txt")
     bare = shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     expect_error(capsys, 1, "text needs a tokenizer", "calibrate", bare, *command[2:])
+    begun = Counting()
+    with pytest.raises(DataError):
+        calibrate(model, tmp_path / "run", recipe, progress=begun)
+    assert begun.names == []
     assert not list(tmp_path.glob("run*"))
 
 

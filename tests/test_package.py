@@ -98,7 +98,7 @@ print("rotor" in AUTO_QUANTIZER_MAPPING, any("rotor" in type(finder).__module__ 
 
 
 def test_every_dependency_is_imported() -> None:
-    """What the package declares to need, it imports somewhere."""
+    """The package imports somewhere whatever it declares to need."""
     declared = re.search(r"^dependencies = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)
     names = re.findall(r'"([a-z0-9-]+)', declared[1])
     modules = {"pyyaml": "yaml", "scikit-learn": "sklearn"}

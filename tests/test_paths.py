@@ -133,7 +133,7 @@ def test_names_with_a_meaning_to_others(run: Run, tmp_path: Path, name: str) -> 
 
 
 def test_leftovers_are_cleaned_up_whatever_process_left_them(run: Run, tmp_path: Path) -> None:
-    """What was to be replaced is put back where the new one has not come."""
+    """A folder that was to be replaced is put back where the new one has not come."""
     out, whole = tmp_path / "out", run.folder.parent / "out"
     unfinished, replaced = tmp_path / ".out.rotor-new", tmp_path / ".out.rotor-old"
     shutil.copytree(whole, replaced)

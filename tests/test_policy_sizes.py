@@ -1,4 +1,4 @@
-"""What an export says of its size is what the stored cache policy keeps, not what its rows would take."""
+"""Sizes that an export states are those that the stored cache policy keeps, not those of its rows."""
 
 from __future__ import annotations
 

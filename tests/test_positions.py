@@ -141,7 +141,7 @@ COPIES: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "reordered": (by("reorder_cache", SWAPPED), lambda x: x[SWAPPED]),
     "sliced": (by("crop", -2), lambda x: x[:, :-2]),
 }
-"""What is done to a cache, and what to the padding of its sequences."""
+"""Changes of a cache, and of the padding of its sequences."""
 WINDOWED = ("gemma2", "gemma3_text", "mistral")
 OTHERS = ("falcon", "gemma2", "gpt_neox", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Families with RoPE that are nowhere else in the test of copies."""

@@ -1,4 +1,4 @@
-"""What is beside the code: the notebook, the workflow, issue forms, Dockerfile and CITATION.cff."""
+"""Files beside the code: the notebook, the workflow, issue forms, Dockerfile and CITATION.cff."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def commands_of(workflow: str) -> dict[str, list[str]]:
-    """What each job of a workflow runs."""
+    """Commands of each job of a workflow."""
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / workflow).read_text("utf-8"))["jobs"]
     return {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
 

@@ -1,4 +1,4 @@
-"""What the report's pictures show: axes that zoom to what matters, bars by layer, colours for many layers."""
+"""Pictures of the report: axes that zoom to what matters, bars by layer, colours for many layers."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_what_is_kept_has_its_denominators() -> None:
 
 
 def test_no_card_is_empty() -> None:
-    """What there is nothing of is a line with its reason, in one card, not a card of its own."""
+    """A figure without data is a line with its reason, in one card, not a card of its own."""
     data = made()
     data.points, data.ranks, data.head_dims = [], [], []
     data.absent = {"points": "Nothing was measured.", "ranks": "Nothing was measured."}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,12 @@ from support.resumed import LAYERS, SETTINGS, drive, tensors
 from support.resumed import model as model
 from support.resumed import whole as whole
 from support.runs import FAST_EVALUATION
+from support.stopped import Counting, Stopping
 
 from rotor import Run, calibrate, export
-from rotor.calibration.gradient_sums import GradientSums
 from rotor.calibration.partial import PartialRun
 from rotor.checkpoint.output_folder import OutputFolder
 from rotor.errors import CheckpointError, UsageError
-from rotor.models.compressible import CompressibleModel
-from rotor.models.layerwise import LayerwiseModel
 
 KILLED = """
 commit, write_bases = PartialRun.commit, module.write_bases
@@ -67,76 +64,30 @@ def test_killed_after_and_within_each_layer(model: Path, whole: Run, tmp_path: P
         assert described == plain
 
 
-def test_finished_layers_are_not_run_again(
-    model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+TOKENS = 7 * 64
+"""Tokens of a calibration here."""
+
+
+def test_finished_layers_are_not_run_again(model: Path, whole: Run, tmp_path: Path) -> None:
     """And weights may be all in memory the second time."""
-    partial = interrupted(model, tmp_path / "run", monkeypatch, at=2)
-    seen = []
-    run = LayerwiseModel.run
-    monkeypatch.setattr(LayerwiseModel, "run", lambda self, index, *rest: (seen.append(index), run(self, index, *rest)))
-    resumed = calibrate(model, tmp_path / "run", "rotor-16", SETTINGS, batch_tokens=64, offload="never", resume=True)
-    assert seen == [2]
+    out, again = tmp_path / "run", Counting()
+    partial = interrupted(model, out, layers=2)
+    resumed = calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="never", resume=True, progress=again)
+    assert again.done["calibrate"] == (LAYERS - 2) * TOKENS
     assert tensors(resumed) == tensors(whole)
     assert not partial.exists()
 
 
-def interrupted(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, at: int, resume: bool = False) -> Path:
-    """The folder of an unfinished run with `at` finished layers."""
-    run = LayerwiseModel.run
-
-    def failing(self: LayerwiseModel, index: int, *rest: object) -> None:
-        if index == at:
-            raise KeyboardInterrupt
-        run(self, index, *rest)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(LayerwiseModel, "run", failing)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume)
+def interrupted(model: Path, out: Path, layers: int, resume: bool = False) -> Path:
+    """The folder of an unfinished run, which was stopped within the layer after so many."""
+    stopped = Stopping("calibrate", layers * TOKENS + 64 if not resume else 64)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64, offload="always", resume=resume, progress=stopped)
     return out.with_name(f"{out.name}.partial")
 
 
 FISHER = ["tokens.source=random", "tokens.count=448", "tokens.seq_len=64", "groups.size=1"]
 """Seven batches of a row each through three layers."""
-
-
-class Stopped:
-    """Ctrl-C in the gradients of a calibration.
-
-    Args:
-        at: batches that are added before, of the backward pass; negative: layers of the forward pass.
-        seconds: seconds between what is kept of a layer.
-        killed: the process ends without a chance to keep anything.
-    """
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, seconds: float = 1e9, killed: bool = False) -> None:
-        self.patch, self.at, self.seconds, self.killed = monkeypatch, at, seconds, killed
-        self.added = 0
-
-    def __call__(self, model: Path, out: Path, resume: bool = False) -> Run | None:
-        add, run = GradientSums.add, LayerwiseModel.run
-
-        def adding(sums: GradientSums, *batch: Any) -> None:
-            if self.added == self.at:
-                raise RuntimeError if self.killed else KeyboardInterrupt
-            self.added += 1
-            add(sums, *batch)
-
-        def running(network: LayerwiseModel, index: int, *rest: Any) -> None:
-            if index == -self.at:
-                raise KeyboardInterrupt
-            run(network, index, *rest)
-
-        with self.patch.context() as patch:
-            patch.setattr(GradientSums, "add", adding)
-            patch.setattr("rotor.calibration.gradient_files.KEEP_SECONDS", self.seconds)
-            if self.at < 0:
-                patch.setattr(LayerwiseModel, "run", running)
-            try:
-                return calibrate(model, out, "rotor", FISHER, batch_tokens=64, resume=resume)
-            except (KeyboardInterrupt, RuntimeError):
-                return None
 
 
 @pytest.fixture(scope="module")
@@ -146,47 +97,58 @@ def fisher(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 BATCHES = 7 * LAYERS
+FORWARD = LAYERS * TOKENS
+"""Units of the forward pass; a batch of the backward pass has twice its tokens."""
+BACKWARD, PART = "gradients of the layers from {} on", ", and a part of those of layer {}"
 
 
 @pytest.mark.parametrize(
-    ("at", "options", "holds", "left"),
+    ("units", "error", "holds", "left"),
     [
-        (-1, {}, "hidden states of 1 layer(s) for gradients", BATCHES),
-        (0, {}, "gradients of the layers from 3 on", BATCHES),
-        (3, {}, "gradients of the layers from 3 on, and a part of those of layer 2", BATCHES - 3),
-        (10, {}, "gradients of the layers from 2 on, and a part of those of layer 1", BATCHES - 10),
-        (10, {"killed": True}, "gradients of the layers from 2 on", BATCHES - 7),
-        (10, {"killed": True, "seconds": 0}, "gradients of the layers from 2 on, and a part of those of layer 1", 11),
+        (TOKENS + 64, KeyboardInterrupt, "hidden states of 1 layer(s) for gradients", BATCHES),
+        (FORWARD + 128, SystemError, "gradients of the layers from 3 on", BATCHES),
+        (FORWARD + 3 * 128, KeyboardInterrupt, "gradients of the layers from 3 on, and a part of those of layer 2", 18),
+        (
+            FORWARD + 10 * 128,
+            KeyboardInterrupt,
+            "gradients of the layers from 2 on, and a part of those of layer 1",
+            11,
+        ),
+        (FORWARD + 10 * 128, SystemError, "gradients of the layers from 2 on", BATCHES - 7),
     ],
 )
 def test_gradients_go_on_at_the_batch_that_was_kept_last(
-    at: int,
-    options: dict[str, Any],
-    holds: str,
-    left: int,
-    model: Path,
-    fisher: Run,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    units: int, error: type[BaseException], holds: str, left: int, model: Path, fisher: Run, tmp_path: Path
 ) -> None:
     """To the same bytes, whatever was stopped and when."""
-    out = tmp_path / "run"
-    assert Stopped(monkeypatch, at, **options)(model, out) is None
+    stop_and_go_on(model, fisher, tmp_path / "run", Stopping("gradients", units, error), holds, left)
+
+
+def test_long_layers_are_kept_in_parts(model: Path, fisher: Run, tmp_path: Path, monkeypatch) -> None:
+    """A process that is killed loses the batch that it was at."""
+    monkeypatch.setattr("rotor.calibration.gradient_files.KEEP_SECONDS", 0)
+    killed = Stopping("gradients", FORWARD + 11 * 128, SystemError)
+    holds = BACKWARD.format(2) + PART.format(1)
+    stop_and_go_on(model, fisher, tmp_path / "run", killed, holds, BATCHES - 10)
+
+
+def stop_and_go_on(model: Path, fisher: Run, out: Path, stopping: Stopping, holds: str, left: int) -> None:
+    with pytest.raises(stopping.error):
+        calibrate(model, out, "rotor", FISHER, batch_tokens=64, progress=stopping)
     assert PartialRun(OutputFolder.at(out, "run")).holdings() == holds
-    again = Stopped(monkeypatch, 10**9)
-    run = again(model, out, resume=True)
-    assert run is not None
-    assert again.added == left
+    again = Counting()
+    run = calibrate(model, out, "rotor", FISHER, batch_tokens=64, resume=True, progress=again)
+    assert again.done["gradients"] == left * 128 + max(0, FORWARD - stopping.done["gradients"] // TOKENS * TOKENS)
     assert tensors(run) == tensors(fisher)
     assert run.info["fisher_top_share"] == fisher.info["fisher_top_share"]
-    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert {path.name for path in out.parent.iterdir()} == {"run"}
 
 
 def test_an_unfinished_run_is_not_taken_for_granted(
     model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "run"
-    partial = interrupted(model, out, monkeypatch, at=1)
+    partial = interrupted(model, out, layers=1)
     with pytest.raises(UsageError, match="an unfinished run is there") as caught:
         calibrate(model, out, "rotor-16", SETTINGS, batch_tokens=64)
     assert "--resume" in caught.value.hint
@@ -216,44 +178,27 @@ def test_an_unfinished_run_is_not_taken_for_granted(
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_a_run_that_fails_before_its_first_layer_leaves_nothing(
-    resume: bool, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_fails_before_its_first_layer_leaves_nothing(resume: bool, model: Path, tmp_path: Path) -> None:
     """Nor one that was to be resumed where none was; an unfinished one stays, however early it fails again."""
-    partial = interrupted(model, tmp_path / "run", monkeypatch, at=0, resume=resume)
+    partial = interrupted(model, tmp_path / "run", layers=0, resume=resume)
     assert list(tmp_path.iterdir()) == []
-    interrupted(model, tmp_path / "run", monkeypatch, at=1)
-    interrupted(model, tmp_path / "run", monkeypatch, at=1, resume=True)
+    interrupted(model, tmp_path / "run", layers=1)
+    interrupted(model, tmp_path / "run", layers=1, resume=True)
     assert list(tmp_path.iterdir()) == [partial]
 
 
-def test_probes_go_on_after_the_last_layer_that_was_saved(
-    model: Path, whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from rotor.search.table import ProbeTable, RankTable
+def test_probes_go_on_after_the_last_layer_that_was_saved(model: Path, whole: Run, tmp_path: Path) -> None:
+    from rotor.search.table import RankTable
 
     overrides = ["ranks.probe_tokens=256", *FAST_EVALUATION]
     folders = [shutil.copytree(whole.folder, tmp_path / name) for name in ("a", "b")]
     expected = export(folders[0], tmp_path / "out-a", compression=0.4, overrides=overrides).report
-    save, begun = ProbeTable.save, []
-
-    def stop_after_two(self: ProbeTable) -> None:
-        save(self)
-        if len(self.sensitivities) == 2:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(ProbeTable, "save", stop_after_two)
-        with pytest.raises(KeyboardInterrupt):
-            export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides)
-    put = CompressibleModel.compressed_layer
-    monkeypatch.setattr(
-        CompressibleModel,
-        "compressed_layer",
-        lambda self, index, *rest: (begun.append(index), put(self, index, *rest))[1],
-    )
-    got = export(folders[1], tmp_path / "out-b", compression=0.4, overrides=overrides).report
-    assert begun == [2] * 4  # two probes of keys and two of values, all of the last layer
+    options = {"compression": 0.4, "overrides": overrides}
+    with pytest.raises(KeyboardInterrupt):
+        export(folders[1], tmp_path / "out-b", **options, progress=Stopping("probe", LAYERS - 1))
+    again = Counting()
+    got = export(folders[1], tmp_path / "out-b", **options, progress=again).report
+    assert again.done["probe"] == 1
     assert got["ranks"] == expected["ranks"]
     runs = [Run.open(folder) for folder in folders]
     first, second = (next((folder / "probes").iterdir()) for folder in folders)
@@ -262,24 +207,16 @@ def test_probes_go_on_after_the_last_layer_that_was_saved(
     assert [t.points for t in tables if t] == [tables[0].points] * 2
 
 
-def test_text_that_the_model_writes_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_that_the_model_writes_is_kept(model: Path, tmp_path: Path, few_written_at_a_time) -> None:
     """By finished batches; it is not gone on with by other settings, and the run is the same in the end."""
     writes = ("tokens.source=synthetic", "tokens.count=192", "tokens.seq_len=32")
-    monkeypatch.setattr("rotor.models.tokens.SAMPLING_TOKENS", 64)
-    keep = PartialRun.keep
-
-    def stopped(partial: PartialRun, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        keep(partial, name, tensors)
-        if len(tensors["rows"]) == 4:
-            raise KeyboardInterrupt
-
     out = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(PartialRun, "keep", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            calibrate(model, out, "fdc", writes)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, out, "fdc", writes, progress=Stopping("sample", 2 * 64 + 1))
     assert PartialRun(OutputFolder.at(out, "run")).holdings() == "a part of the text that the model writes"
     with pytest.raises(UsageError, match=r"recipe.tokens.seed was 0, now is 1"):
         calibrate(model, out, "fdc", (*writes, "tokens.seed=1"), resume=True)
-    run = calibrate(model, out, "fdc", writes, resume=True)
+    again = Counting()
+    run = calibrate(model, out, "fdc", writes, resume=True, progress=again)
+    assert again.done["sample"] == 192
     assert tensors(run) == tensors(calibrate(model, tmp_path / "whole", "fdc", writes))

@@ -68,7 +68,7 @@ def begins(tiny, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
 
 
 def test_what_a_tokenizer_puts_before_a_text(plain: Checkpoint, begins: Checkpoint, tiny, tmp_path: Path) -> None:
-    """What it puts behind one is no beginning, though it is all that it makes of an empty text."""
+    """Tokens that it puts behind one are no beginning, though they are all that it makes of an empty text."""
     ends = with_template(tiny("qwen3"), tmp_path / "ends", [], [BOS])
     around = with_template(tiny("qwen3"), tmp_path / "around", [BOS, BOS], [BOS])
     assert [text_start(of.tokenizer) for of in (plain, begins, ends, around)] == [[], [0], [], [0, 0]]

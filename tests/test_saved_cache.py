@@ -213,7 +213,7 @@ def test_ids_and_mask_come_back(models: Models, tmp_path: Path) -> None:
 
 
 def test_beams_go_on_from_a_loaded_cache(models: Models, tmp_path: Path) -> None:
-    """What reorders and repeats sequences finds everything there."""
+    """Code that reorders and repeats sequences finds everything there."""
     model, (rows, mask) = models("joint blocks"), prompts()
     cache = filled(model, rows, mask)
     rotor.save_cache(cache, tmp_path / "a", model)

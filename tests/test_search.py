@@ -114,7 +114,7 @@ def test_wrong_predictions_cost_points_and_no_accuracy(loss: Callable[[float], f
 
 
 def test_a_dip_of_accuracy_does_not_end_the_search() -> None:
-    """What lies between refused plans is tried, and halved from one that reaches the target; three gaps at a time."""
+    """Plans between refused ones are tried, and gaps halved from one that reaches the target; three gaps at a time."""
 
     def dipping(saving: float) -> float:
         return 0.9 if 0.5 < saving < 0.53 or saving > 0.575 else 1.0

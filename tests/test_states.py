@@ -10,7 +10,7 @@ from support.tiny_models import MULTIMODAL, tiny_config
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, DynamicCache
 
-from rotor.models.loading import state_bytes
+from rotor.models.outline import state_bytes
 
 HYBRIDS = (
     "bamba",

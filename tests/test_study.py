@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.paths import DEMO_MODEL
 from support.runs import SMALL_STUDY as SMALL
 from support.runs import TINY_STUDY
+from support.stopped import Counting
 
 from rotor import study
 from rotor.errors import UsageError
 from rotor.search.report.figures import shown_loss
-from rotor.tools.study import context as study_context
-from rotor.tools.study.part import find_part
-from rotor.tools.study.parts import curves, methods
-from rotor.tools.study.parts.curves import METRIC_LABELS
+from rotor.tools.study.context import TARGETS, StudyContext
+from rotor.tools.study.part import Part, Task, find_part
+from rotor.tools.study.parts import curves
+from rotor.tools.study.parts.curves import METRIC_LABELS, Curves
 from rotor.tools.study.store import StudyStore
+
+
+class Few(Curves):
+    """Two points of each curve, and the targets."""
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for task in super().tasks(study):
+            if task.key.endswith(("/p0.30", "/p0.60", "/targets")):
+                yield task
+
+
+class Interrupted(Part):
+    """Ctrl-C when the part begins, with the names of the files that are there then."""
+
+    name = "interrupted"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        out = study.store.folder
+        raise KeyboardInterrupt(*sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory):
     """A study of two recipes with few points and tokens: (result, keyword arguments that give it)."""
     pytest.importorskip("matplotlib")
-    patch = pytest.MonkeyPatch()
-    patch.setattr(curves, "COMPRESSIONS", (0.3, 0.6))
-    patch.setattr(curves, "TARGETS", (0.95,))
     out = tmp_path_factory.mktemp("study") / "study"
     arguments = {
         "recipes": ["rotor", "fdc"],
         "overrides": SMALL,
+        "parts": [f"{__file__}:Few"],
         "plots": False,
     }
-    yield study(DEMO_MODEL, out, **arguments), arguments
-    patch.undo()
+    return study(DEMO_MODEL, out, **arguments), arguments
 
 
 @pytest.mark.nightly
@@ -59,23 +77,18 @@ def test_small_study_measures_every_part(small) -> None:
         mild, strong = (records[f"curves/{name}/p{p:.2f}"]["report"]["kl_div"] for p in (0.3, 0.6))
         assert mild < strong
         targets = records[f"curves/{name}/targets"]
-        assert list(targets) == ["0.95"]
+        assert list(targets) == [f"{target:.2f}" for target in TARGETS]
         for target, point in targets.items():
             assert "out_of_reach" in point or point["search"]["accuracy"] >= float(target)
     assert records["curves/rotor/p0.60"]["report"]["kl_div"] < records["curves/fdc/p0.60"]["report"]["kl_div"]
 
 
 @pytest.mark.nightly
-def test_second_start_measures_nothing(small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_start_measures_nothing(small) -> None:
     result, arguments = small
-
-    def refuse(*args: object, **kwargs: object) -> None:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr(study_context, "calibrate", refuse)
-    monkeypatch.setattr("rotor.search.plan_evaluator.PlanEvaluator.measure", refuse)
-    before = (result.folder / "results.json").read_text()
-    again = study(DEMO_MODEL, result.folder, **arguments)
+    before, begun = (result.folder / "results.json").read_text(), Counting()
+    again = study(DEMO_MODEL, result.folder, **arguments, progress=begun)
+    assert begun.names == []
     assert again.added == 0
     assert again.records == json.loads(before)["records"]
     assert (result.folder / "results.json").read_text() == before
@@ -105,21 +118,13 @@ def test_other_settings_are_refused(small) -> None:
         study(DEMO_MODEL, result.folder, **{**arguments, "overrides": [*SMALL, "ranks.multiple_of=8"]})
 
 
-def test_tables_and_plots_appear_as_parts_complete(tiny, tmp_path: Path, monkeypatch) -> None:
+def test_tables_and_plots_appear_as_parts_complete(tiny, tmp_path: Path) -> None:
     """They are there, with what was measured, when the next part begins."""
     pytest.importorskip("matplotlib")
-    monkeypatch.setattr(curves, "COMPRESSIONS", (0.5,))
-    out = tmp_path / "study"
-    seen: list[list[str]] = []
-
-    def begin(self, context) -> None:
-        seen.append(sorted(path.name for path in [*out.glob("*.md"), *(out / "plots").glob("*.png")]))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(methods.Methods, "tasks", begin)
-    with pytest.raises(KeyboardInterrupt):
-        study(tiny("llama"), out, ["fdc"], TINY_STUDY, parts=["curves", "methods"])
-    assert seen == [["recipes.png", "summary.md"]]
+    parts = [f"{__file__}:Few", f"{__file__}:Interrupted"]
+    with pytest.raises(KeyboardInterrupt) as caught:
+        study(tiny("llama"), tmp_path / "study", ["fdc"], TINY_STUDY, parts=parts)
+    assert caught.value.args == ("recipes.png", "summary.md")
 
 
 def drawn(part: str, name: str, store: StudyStore):
@@ -174,7 +179,8 @@ def test_csv_and_summary(small) -> None:
     summary = (result.folder / "summary.md").read_text()
     assert summary.startswith("# Study of demo-model\n")
     assert "\n## Recipes" in summary
-    assert "| recipe | at 0.95 |" in summary
+    targets = " | ".join(f"at {target:g}" for target in TARGETS)
+    assert f"| recipe | {targets} |" in summary
     assert f"| {point['report']['kl_div']:.5f} |" in summary
     widths: set[int] = set()
     for line in summary.splitlines():

@@ -3,83 +3,76 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
+from support.metric_values import context
 from support.paths import DEMO_MODEL
-from support.runs import FAST_EVALUATION, calibrated
+from support.runs import FAST_EVALUATION
+from support.stopped import Counting
 
 from rotor import Progress, study
 from rotor.errors import UsageError
 from rotor.models.compressible import CompressibleModel
 from rotor.models.hardware import DevicePlan
 from rotor.models.source import Checkpoint
-from rotor.policies import H2O, KCVT, PerToken
+from rotor.policies import H2O, KCVT, LONG_TOKENS, PerToken, bundled_policies
 from rotor.recipe.sections import Evaluation
-from rotor.search.evaluation.prompts import EvaluationContext, Prompts
-from rotor.tools.study import caches
-from rotor.tools.study.cache_part import cache_records, draw_fidelity, method_of, pareto_front
+from rotor.tools.study.cache_part import StudiedCache, cache_records, draw_fidelity, method_of, pareto_front
 from rotor.tools.study.caches import CacheBench, CacheRecord, cache_bytes
-from rotor.tools.study.parts import methods
-from rotor.tools.study.parts.methods import at_equal_bytes, fewest_bytes
+from rotor.tools.study.context import StudyContext
+from rotor.tools.study.parts.methods import Methods, at_equal_bytes, fewest_bytes
 from rotor.tools.study.store import StudyStore
 
+LAYERS, HEADS, HEAD_DIM = 5, 2, 64
+EXACT = LAYERS * 2 * HEADS * HEAD_DIM * 2
+"""Bytes of a token in the bundled model's cache, in bfloat16."""
+
 
 @pytest.fixture(scope="module")
-def run(tiny, tmp_path_factory):
-    return calibrated(tiny("llama"), tmp_path_factory.mktemp("peers") / "run", "post", 2)
-
-
-@pytest.fixture(scope="module")
-def bench(run) -> Iterator[CacheBench]:
-    network = CompressibleModel(Checkpoint(run.model_folder), DevicePlan(torch.device("cpu"), torch.bfloat16))
-    starts = torch.randint(1, 4096, (3, 4), generator=torch.Generator().manual_seed(0))
-    ones = torch.ones_like(starts)
-    rows = network.model.generate(starts, attention_mask=ones, min_new_tokens=20, max_new_tokens=20)
-    answers = torch.zeros_like(rows, dtype=torch.bool)
-    answers[:, 15:17] = True
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("rotor.search.evaluation.fidelity.LEAST_BASE", 0.0)  # random weights can do nothing
-        patch.setattr("rotor.search.evaluation.fidelity.make_prompts", lambda *given: Prompts(rows, answers, 0))
-        patch.setattr(caches, "PROMPT_SHARE", 0.34)
-        context = EvaluationContext(Evaluation(), {"report": rows}, None, network.config)
-        yield CacheBench(network, context, ["copy"], 256, lambda: rows, Progress())
+def bench() -> CacheBench:
+    """Rows of 64 tokens, of which 48 are the prompt."""
+    checkpoint = Checkpoint(DEMO_MODEL)
+    network = CompressibleModel(checkpoint, DevicePlan(torch.device("cpu"), torch.bfloat16))
+    whole = context(Evaluation(copy_prompts=4, seq_len=64), checkpoint)
+    rows = whole.rows["report"][:6]
+    short = replace(whole, rows={"report": rows}, kinds={})
+    return CacheBench(network, short, ["copy"], 2 * EXACT, lambda: rows, Progress())
 
 
 def test_the_uncompressed_cache_loses_nothing(bench) -> None:
     record = bench.of_policy("uncompressed", None)
     assert record.kl_div < 1e-3  # bfloat16 sums blocks of other lengths
-    exact = 2 * 2 * 4 * 16 * 2  # layers, sides, heads, head_dim, bytes
-    assert record.kv_bytes_per_token == record.mean_kv_bytes_per_token == record.long_kv_bytes_per_token == exact
+    assert record.kv_bytes_per_token == record.mean_kv_bytes_per_token == record.long_kv_bytes_per_token == EXACT
     ones = record.token_accuracy, record.ppl_ratio, record.top1_agreement, record.answers["copy"]
     assert ones == pytest.approx((1, 1, 1, 1), abs=0.05)
-    assert record.compression == 1 - exact / 256
+    assert record.compression == 0.5
 
 
 def test_a_quantised_cache_is_measured_in_bytes_and_fidelity(bench) -> None:
-    four, two = (bench.of_policy("q", PerToken(bits)) for bits in (4, 2))
+    four, two = (bench.of_policy("q", PerToken(bits, HEAD_DIM)) for bits in (4, 2))
     assert two.kl_div > four.kl_div > 1e-4
-    assert two.ppl_ratio != 1
-    assert four.kv_bytes_per_token == 2 * 2 * 4 * (8 + 4)  # 16 codes in 8 bytes, scale and zero in 4
-    assert four.compression == pytest.approx(1 - 4 * 2 * 2 * 12 / 256)
+    assert two.ppl_ratio < four.ppl_ratio
+    assert four.kv_bytes_per_token == LAYERS * 2 * HEADS * (HEAD_DIM // 2 + 4)  # codes, scale and zero in 4
+    assert four.compression == pytest.approx(1 - four.kv_bytes_per_token / (2 * EXACT))
     assert set(four.answers) == {"copy"}
+    assert two.answers["copy"] < four.answers["copy"]
 
 
-def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench, monkeypatch) -> None:
-    monkeypatch.setattr(caches, "LONG_TOKENS", 1000)
-    per_key = 16 * 4 * (0.5 + 4 / 1000)  # scale and zero of each channel, once
-    per_value = 16 * 4 * 0.5 + 4
-    assert bench.of_policy("q", KCVT(4)).long_kv_bytes_per_token == pytest.approx(2 * (per_key + per_value))
+def test_bytes_of_long_contexts_are_those_of_a_cache_of_that_length(bench) -> None:
+    per_key = HEAD_DIM * HEADS * (0.5 + 4 / LONG_TOKENS)  # scale and zero of each channel, once
+    per_value = HEAD_DIM * HEADS * 0.5 + 4
+    size = bench.of_policy("q", KCVT(4)).long_kv_bytes_per_token
+    assert size == pytest.approx(LAYERS * (per_key + per_value), rel=1e-6)
 
 
 def test_the_mean_over_lengths_counts_what_waits(bench) -> None:
-    sides = 2 * 4  # layers, heads
-    coded, scales, waiting = 16 * 0.5 * 2, 4 * 16, 16 * 2 * 2  # of a token, a run of keys, and a token that waits
-    prompt = sides * (8 * coded + scales) + 2 * 8 * 4  # a value's scale and zero is shared by the heads
-    sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + 2 * 2 * 4]
+    sides = LAYERS * HEADS
+    coded, scales, waiting = HEAD_DIM * 0.5 * 2, 4 * HEAD_DIM, HEAD_DIM * 2 * 2  # a token, a run of keys, one waits
+    prompt = sides * (8 * coded + scales) + LAYERS * 8 * 4  # a value's scale and zero is shared by the heads
+    sizes = [prompt, prompt + sides * waiting, prompt + sides * (2 * coded + scales) + LAYERS * 2 * 4]
     assert cache_bytes(bench.network, 8, 10, KCVT(4, buffer=2)) == sizes
 
 
@@ -127,6 +120,14 @@ def test_the_front_has_what_nothing_else_beats(tmp_path) -> None:
     assert record.answers == {"copy": 1.0}
 
 
+class Few(Methods):
+    """Of all policies one."""
+
+    def caches(self, study: StudyContext) -> dict[str, StudiedCache]:
+        caches = super().caches(study)
+        return {name: cache for name, cache in caches.items() if name == FOUR or name not in bundled_policies()}
+
+
 RECIPES = ["palu", "rotor"]
 FOUR = "per-token-4"
 FEW = ("uncompressed", FOUR)
@@ -135,27 +136,23 @@ FEW = ("uncompressed", FOUR)
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A study of few baselines, of ranks and of codes: (result, keyword arguments that give it)."""
-    policies = methods.policies()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(methods, "policies", lambda own=(): {FOUR: policies[FOUR]})
-        overrides = [
-            *FAST_EVALUATION,
-            "evaluation.lookup_prompts=2",
-            "evaluation.copy_prompts=6",
-            "tokens.count=1024",
-            "tokens.seq_len=128",
-        ]
-        overrides += [
-            "exact.first=0",
-            "exact.newest=0",
-            "groups.rope_block=16",
-            "codes.tokens=256",
-            "tokens.source=random",
-            "evaluation.report_tokens=256",
-        ]
-        arguments = {"parts": ["methods"], "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
-        out = tmp_path_factory.mktemp("methods") / "study"
-        yield study(DEMO_MODEL, out, RECIPES, **arguments), arguments
+    overrides = [
+        *FAST_EVALUATION,
+        "evaluation.lookup_prompts=2",
+        "evaluation.copy_prompts=6",
+        "tokens.count=1024",
+        "tokens.seq_len=128",
+        "exact.first=0",
+        "exact.newest=0",
+        "groups.rope_block=16",
+        "codes.tokens=256",
+        "tokens.source=random",
+        "evaluation.report_tokens=256",
+    ]
+    parts = [f"{__file__}:Few"]
+    arguments = {"parts": parts, "overrides": overrides, "sizes": [1280, 640, 1], "plots": False}
+    out = tmp_path_factory.mktemp("methods") / "study"
+    return study(DEMO_MODEL, out, RECIPES, **arguments), arguments
 
 
 @pytest.mark.nightly
@@ -193,12 +190,11 @@ def test_the_part_writes_a_table_and_a_csv(measured) -> None:
 
 
 @pytest.mark.nightly
-def test_a_second_start_measures_nothing(measured, monkeypatch) -> None:
+def test_a_second_start_measures_nothing(measured) -> None:
     result, arguments = measured
-    scored: list[str] = []
-    monkeypatch.setattr(CacheBench, "record", lambda self, name, *rest: scored.append(name) or CacheRecord(name))
-    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments).added == 0
-    assert scored == []
+    begun = Counting()
+    assert study(DEMO_MODEL, result.folder, RECIPES, **arguments, progress=begun).added == 0
+    assert "measure" not in begun.names
 
 
 def test_a_model_that_is_not_in_memory_is_refused(tmp_path) -> None:
@@ -227,8 +223,8 @@ def test_the_best_mixture_is_the_smallest_that_is_good_enough() -> None:
 
 
 def test_budgets_are_shares_of_the_whole_row(bench) -> None:
-    """A prompt of 8 tokens in rows of 24: half is 12 tokens, the prompt's all and 4 more."""
+    """Half of a row of 64 tokens is 32, of which the prompt's 48 already fill all."""
     half = bench.of_policy("half", H2O(0.5))
-    at_twelve = bench.of_policy("half", H2O(tokens=12))
-    assert (half.kl_div, half.kv_bytes_per_token) == (at_twelve.kl_div, at_twelve.kv_bytes_per_token)
-    assert half.long_kv_bytes_per_token == pytest.approx(512 / 2 + 0.5 * 2 * 4 * 8)  # places and scores
+    all_of_it = bench.of_policy("half", H2O(tokens=32))
+    assert (half.kl_div, half.kv_bytes_per_token) == (all_of_it.kl_div, all_of_it.kv_bytes_per_token)
+    assert half.long_kv_bytes_per_token == pytest.approx(EXACT / 2 + 0.5 * LAYERS * HEADS * 8)  # places and scores

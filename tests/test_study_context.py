@@ -5,25 +5,23 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-import pytest
-from support.paths import DEMO_MODEL
+from support.tiny_models import demo_model
 
 from rotor import study
-from rotor.tools.study.parts import context
 
 SETTINGS = ["tokens.count=1024", "tokens.seq_len=128", "codes.tokens=512", "evaluation.report_tokens=2048"]
 
 
-def test_positions_of_two_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_of_two_texts(tmp_path: Path) -> None:
     """Fewer bytes lose more everywhere; a second start measures nothing."""
-    monkeypatch.setattr(context, "LONGEST", 1024)
+    model = demo_model(tmp_path / "model", max_position_embeddings=1024)
     texts = tmp_path / "text"
     texts.mkdir()
     for number in range(8):
         lines = (f"In the year {year} harvest {number} brought {year * 7 % 97} carts." for year in range(1000, 1400))
         (texts / f"{number}.txt").write_text("\n".join(lines))
     given = {"parts": ["context"], "sizes": [600, 200], "plots": False, "text": [texts]}
-    result = study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given)
+    result = study(model, tmp_path / "study", ["rotor"], SETTINGS, **given)
     recipes = ["rotor, 600 bytes", "rotor, 200 bytes"]
     assert list(result.records) == [f"context/{text}/{name}" for text in ("your text", "Python") for name in recipes]
     for text in ("your text", "Python"):
@@ -36,4 +34,4 @@ def test_positions_of_two_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     with (tmp_path / "study/context.csv").open() as file:
         assert len(list(csv.DictReader(file))) == 2 * 2 * 2
     assert "| text | recipe | 0 to 512 | 512 to 1024 |" in (tmp_path / "study/summary.md").read_text()
-    assert study(DEMO_MODEL, tmp_path / "study", ["rotor"], SETTINGS, **given).added == 0
+    assert study(model, tmp_path / "study", ["rotor"], SETTINGS, **given).added == 0

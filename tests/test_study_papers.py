@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ import fdc
 import gear
 import pytest
 import scores
-import squeeze
 import torch
 import zdc
 from prompt_flops import bases_flops, layer_flops, uncompressed_layer_flops
@@ -27,11 +27,14 @@ from rotor.checkpoint.rows import NumberRow
 from rotor.policies import GEAR, KCVT
 from rotor.policies.agreement import in_common
 from rotor.tools.study.context import StudyContext
-from rotor.tools.study.part import find_part
+from rotor.tools.study.part import Part, Task, find_part
 from rotor.tools.study.store import Record, StudyStore
 
 LLAMA = AttentionShape(32, 32, 8, 128, 4096, rotary_dim=128)
 H200 = find_device("h200")
+
+LONGER = "evaluation.seq_len=128", "evaluation.report_tokens=256", "evaluation.search_tokens=128"
+"""Sequences for parts that look at groups of 32 tokens, or at requests of 128."""
 
 
 def part_of(name: str) -> str:
@@ -39,10 +42,12 @@ def part_of(name: str) -> str:
     return f"{ROOT}/artifacts/studies/parts/{name}.py:{name.capitalize()}"
 
 
-def records(tiny, out: Path, part: str, recipe: str = "zdc") -> tuple[dict[str, Record], str]:
+def records(
+    tiny, out: Path, part: str, recipe: str = "zdc", overrides: tuple[str, ...] = ()
+) -> tuple[dict[str, Record], str]:
     """The records of a part on a tiny model, and summary.md."""
     more = ["prune.kmeans=32"] if recipe == "zdc" else []
-    result = study(tiny("llama"), out, [recipe], [*TINY_STUDY, *more], parts=[part_of(part)], plots=False)
+    result = study(tiny("llama"), out, [recipe], [*TINY_STUDY, *more, *overrides], parts=[part_of(part)], plots=False)
     return result.records, (out / "summary.md").read_text()
 
 
@@ -54,9 +59,8 @@ def drawn(part: str, name: str, folder: Path):
     return figure
 
 
-def test_gear_errors_fall_with_its_parts(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gear, "GROUP", 16)
-    found, summary = records(tiny, tmp_path / "study", "gear")
+def test_gear_errors_fall_with_its_parts(tiny, tmp_path: Path) -> None:
+    found, summary = records(tiny, tmp_path / "study", "gear", overrides=LONGER)
     for bits in gear.BITS:
         names = ("KCVT", "GEAR-L on KCVT", "GEAR on KCVT")
         plain, light, whole = (found[f"gear/{name}, {bits} bits"] for name in names)
@@ -89,11 +93,20 @@ def test_gear_measures_what_codes_lose() -> None:
     assert sizes["waiting"] == 2 * 2 * 16 * 16  # and 16 more
 
 
-def test_squeeze_has_the_cosines_of_the_layers(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[StudyContext] = []
-    measure = squeeze._measure
-    monkeypatch.setattr(squeeze, "_measure", lambda context: seen.append(context) or measure(context))
-    found, summary = records(tiny, tmp_path / "study", "squeeze", "fdc")
+class Report(Part):
+    """The report split that the other parts look at."""
+
+    name = "report"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        yield Task("report/tokens", lambda: {"rows": study.data.report.tolist()})
+
+
+def test_squeeze_has_the_cosines_of_the_layers(tiny, tmp_path: Path) -> None:
+    parts = [part_of("squeeze"), f"{__file__}:Report"]
+    out = tmp_path / "study"
+    found = study(tiny("llama"), out, ["fdc"], TINY_STUDY, parts=parts, plots=False).records
+    summary = (out / "summary.md").read_text()
     record = found["squeeze/cosines"]
     model = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32)
     states: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -102,7 +115,7 @@ def test_squeeze_has_the_cosines_of_the_layers(tiny, tmp_path: Path, monkeypatch
         layer.register_forward_pre_hook(lambda _, args, kwargs: entered.append(args[0]), with_kwargs=True)
         layer.self_attn.register_forward_hook(lambda _, args, out: states.append((entered[-1], entered[-1] + out[0])))
     with torch.no_grad():
-        model(seen[0].data.report)
+        model(torch.tensor(found["report/tokens"]["rows"]))
     expected = [float(functional.cosine_similarity(a.double(), b.double(), dim=-1).mean()) for a, b in states]
     assert record["means"] == pytest.approx(expected, abs=1e-5)
     places = torch.tensor(record["places"], dtype=torch.float64)
@@ -169,12 +182,8 @@ def test_fdc_predicts_requests_of_every_trace(tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zdc, "LENGTHS", (32,))
-    monkeypatch.setattr("rotor.tools.study.caches.LONG_TOKENS", 64)
-    monkeypatch.setattr(zdc, "SHARES", (0.5, 0.25))
-    monkeypatch.setattr(zdc, "SCALES", (0.5,))
-    found, summary = records(tiny, tmp_path / "study", "zdc")
+def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path) -> None:
+    found, summary = records(tiny, tmp_path / "study", "zdc", overrides=LONGER)
     of_scores = found["zdc/scores"]
     assert all(of == sorted(of) for of in of_scores["ranges"])
     repeated = of_scores["repeated"]
@@ -189,7 +198,7 @@ def test_zdc_measures_tokens_bases_and_bytes(tiny, tmp_path: Path, monkeypatch: 
     for count, (before, sent, rows) in found["zdc/travel/zdc"].items():
         assert sent <= rows, count
         assert sent < before, count
-    assert set(found["zdc/seconds"]["32"]) == {"model", "with H2O", "with GEAR", "SVD"}
+    assert set(found["zdc/seconds"]["128"]) == {"model", "with H2O", "with GEAR", "SVD"}
     for name in ("H2O, 0.5 of the tokens", "zdc: ZDC, 0.5", "zdc: /DL, 0.5", "zdc: /DT, 0.5", "zdc: GEAR-ZDC, 4 bits"):
         assert not found[f"zdc/{name}"]["skipped"]
     for figures in ("6", "7 and 8", "14", "9 and 18", "4 and 5", "20 and 23", "19 and 22"):
@@ -209,11 +218,12 @@ def test_scores_of_a_layer_by_hand() -> None:
     assert itself.worth["mean scores"].tolist() == pytest.approx([float(row[:, -1].sum()) for row in rows])
 
 
-def test_choices_mark_the_most_and_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scores, "SCORED", 0.5)
-    worth = torch.tensor([[3.0, 1.0, 2.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
-    assert scores.choices(worth).tolist() == [[1, 0, 1, 0], [0, 0, 1, 1]]
-    assert scores.choices(worth, least=True).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0]]
+def test_choices_mark_the_most_and_the_least() -> None:
+    """0.35 of six tokens are two."""
+    worth = torch.tensor([[5.0, 1.0, 4.0, 0.0, 2.0, 3.0], [0.0, 1.0, 2.0, 3.0, 5.0, 4.0]])
+    assert scores.choices(worth).tolist() == [[1, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    assert scores.choices(worth, least=True).tolist() == [[0, 1, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]]
+    worth = torch.tensor([[5.0, 1.0, 4.0, 0.0, 2.0, 3.0], [0.0, 1.0, 5.0, 3.0, 4.0, 2.0]])
     assert in_common(scores.choices(worth))[0, 1] == 0.5
 
 

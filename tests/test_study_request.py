@@ -1,9 +1,10 @@
-"""What a study is asked for: conditions, the store, parts that cannot run, the command."""
+"""Requests of a study: conditions, the store, parts that cannot run, the command."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from support.runs import TINY_STUDY
 from rotor import study
 from rotor.errors import UsageError
 from rotor.recipe.reading import load_recipe
+from rotor.tools.study.context import StudyContext
 from rotor.tools.study.inputs import same_conditions
-from rotor.tools.study.parts import curves
+from rotor.tools.study.part import Part, Task
+from rotor.tools.study.parts.curves import Curves
 from rotor.tools.study.store import StudyStore
 
 
@@ -61,14 +64,32 @@ def test_store_keeps_every_record_and_names_what_differs(tmp_path: Path) -> None
         StudyStore.read(tmp_path / "other", settings)
 
 
-def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path, monkeypatch) -> None:
+class Asked(Part):
+    """The text that each recipe is to calibrate on and to be measured on; nothing is measured."""
+
+    name = "asked"
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for name, recipe in study.inputs.recipes.items():
+            text = [recipe.tokens.source, recipe.tokens.path, recipe.evaluation.path]
+            yield Task(f"asked/{name}", lambda text=text: {"text": text})
+
+
+class Half(Curves):
+    """One point of each curve, and the targets."""
+
+    def tasks(self, study: StudyContext) -> Iterator[Task]:
+        for task in super().tasks(study):
+            if task.key.endswith(("/p0.50", "/targets")):
+                yield task
+
+
+def test_a_text_of_ones_own_is_for_all_recipes(tmp_path: Path) -> None:
     words = tmp_path / "words.txt"
     words.write_text("one word after another\n" * 50)
-    asked = []
-    monkeypatch.setattr(sys.modules[study.__module__], "_measure", lambda s, *rest: asked.append(s.inputs) or [])
-    study(DEMO_MODEL, tmp_path / "s", text=words, plots=False)
-    found = {(r.tokens.source, r.tokens.path, r.evaluation.path) for r in asked[0].recipes.values()}
-    assert found == {("text", str(words), str(words))}
+    result = study(DEMO_MODEL, tmp_path / "s", text=words, parts=[f"{__file__}:Asked"], plots=False)
+    assert len(result.records) > 1
+    assert all(record == {"text": ["text", str(words), str(words)]} for record in result.records.values())
 
 
 def test_parts_that_cannot_run_are_refused_by_name(tmp_path: Path) -> None:
@@ -91,8 +112,7 @@ def test_missing_matplotlib_is_said_before_anything_is_measured(tmp_path, capsys
     assert not (tmp_path / "study").exists()
 
 
-def test_command(tiny, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curves, "COMPRESSIONS", (0.5,))
+def test_command(tiny, tmp_path: Path, capsys) -> None:
     arguments = [
         "study",
         tiny("llama"),
@@ -101,7 +121,7 @@ def test_command(tiny, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) 
         "--recipes",
         "fdc",
         "--parts",
-        "curves",
+        f"{__file__}:Half",
         "--no-plots",
     ]
     arguments += [item for setting in TINY_STUDY for item in ("--set", setting)]

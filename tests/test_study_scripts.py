@@ -12,7 +12,7 @@ from support.quick import mostly_nightly
 from support.runs import TINY_STUDY
 
 from rotor.policies import find_policy
-from rotor.tools.study import caches, study
+from rotor.tools.study import study
 from rotor.tools.study.cache_part import StudiedCache
 from rotor.tools.study.context import StudyContext
 from rotor.tools.study.part import Part, find_part
@@ -64,7 +64,6 @@ def test_a_part_measures_and_shows(name: str, tiny, tmp_path: Path, monkeypatch:
         return found
 
     monkeypatch.setattr(study, "find_part", with_constants)
-    monkeypatch.setattr(caches, "LONG_TOKENS", 256)
     part = f"{FOLDER / name}"
     result = study.study(tiny("llama"), tmp_path / "study", ["fdc"], TINY_STUDY, parts=[part], sizes=[512], plots=False)
     assert not result.records[key].get("skipped")

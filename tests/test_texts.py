@@ -1,4 +1,4 @@
-"""What both models write to fixed prompts, in the files of an export."""
+"""Texts of both models to fixed prompts, in the files of an export."""
 
 from __future__ import annotations
 

@@ -16,7 +16,6 @@ from support.texts import texts_of
 from support.tiny_models import CONFIGS
 
 from rotor.errors import DataError, MissingError
-from rotor.models import tokens as tokens_module
 from rotor.models.loading import load_model, weights_of
 from rotor.models.sequences import text_sequences
 from rotor.models.source import Checkpoint
@@ -55,13 +54,10 @@ QUICK = ("mistral",)
 
 
 @pytest.mark.parametrize("family", mostly_nightly(CONFIGS, lambda family: family in QUICK))
-def test_synthetic_tokens_are_those_of_sampling_without_a_cache(
-    family: str, tiny, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_synthetic_tokens_are_those_of_sampling_without_a_cache(family: str, tiny, few_written_at_a_time) -> None:
     """Token by token from whole forward passes, in three batches; 24 tokens go beyond mistral's window of 12.
 
     And the same where one part of the weights is in memory at a time."""
-    monkeypatch.setattr(tokens_module, "SAMPLING_TOKENS", 48)
     checkpoint, done = Checkpoint(tiny(family)), []
     weights = weights_of(checkpoint, CPU, torch.float32, streamed=False)
     torch.manual_seed(9)  # the global generator does not matter
@@ -231,9 +227,8 @@ def test_repeats_state_a_span_again_further_on():
     assert torch.equal(with_repeats(short, 1, 3, vocabulary), short)
 
 
-def test_text_goes_on_where_the_model_was_stopped_at_writing_it(tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_goes_on_where_the_model_was_stopped_at_writing_it(tiny, few_written_at_a_time) -> None:
     """To the same text; batches that were finished are not written again."""
-    monkeypatch.setattr(tokens_module, "SAMPLING_TOKENS", 48)
     checkpoint = Checkpoint(tiny("llama"))
     weights = weights_of(checkpoint, CPU, torch.float32, streamed=False)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""What leaves a model's function alone leaves rotor's loss alone: scales of keys, mixtures of values."""
+"""Changes that leave a model's function alone leave rotor's loss alone: scales of keys, mixtures of values."""
 
 from __future__ import annotations
 

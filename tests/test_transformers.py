@@ -1,4 +1,4 @@
-"""What users of transformers do with a checkpoint beside generating: it works, or says why it does not."""
+"""Uses of transformers with a checkpoint beside generating: each works, or says why it does not."""
 
 from __future__ import annotations
 

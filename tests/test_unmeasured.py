@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import ModelCard
 from support.command_line import expect_error, rotor
 from support.runs import calibrated
+from support.stopped import Counting
 
 from rotor import Run, calibrate, export, materialise, validate
 from rotor.errors import UsageError
@@ -66,12 +67,12 @@ def run(tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return calibrated(tiny("llama"), tmp_path_factory.mktemp("measured") / "run", "post", 1)
 
 
-def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys) -> None:
     """Nothing is loaded or read for it; every tensor is as with measuring; `validate` then measures or not."""
     measured = export(run.folder, tmp_path / "measured", removal_rate=0.1)
-    with monkeypatch.context() as patch:
-        patch.setattr("rotor.search.export.search.evaluation_data", None)
-        result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False)
+    begun = Counting()
+    result = export(run.folder, tmp_path / "out", removal_rate=0.1, measure=False, progress=begun)
+    assert not {"load text", "load model", "measure"} & set(begun.names)
     assert result.measured_points == 0
     assert result.report["tensors"] == measured.report["tensors"]
     assert result.report["accuracy"]["not_measured"] == "the export was asked not to measure it (--no-measure)"
@@ -83,8 +84,10 @@ def test_not_measured_when_asked(run: Run, tmp_path: Path, capsys, monkeypatch: 
     code, said, _ = rotor(capsys, "validate", tmp_path / "out", "--json", "--set", "evaluation.source=stdlib")
     assert code == 0
     assert json.loads(said)["summary"]["accuracy"]["kl_div"] > 0
-    monkeypatch.setattr("rotor.tools.validation.validate.evaluation_data", None)
-    monkeypatch.setattr("rotor.tools.validation.validate.FidelityMeter", None)
+    begun = Counting()
+    validate(tmp_path / "out", measure=False, progress=begun)
+    assert "integrity" in begun.names
+    assert not {"load text", "measure"} & set(begun.names)
     code, said, err = rotor(capsys, "validate", tmp_path / "out", "--no-measure", "--json")
     assert code == 0, err
     found = {check["name"]: (check["status"], check["detail"]) for check in json.loads(said)["checks"]}

@@ -1,4 +1,4 @@
-"""What validate catches: each kind of damage to the weights and to the JSON files, named with what and where."""
+"""Damage that validate catches: each kind, to the weights and to the JSON files, named with what and where."""
 
 from __future__ import annotations
 

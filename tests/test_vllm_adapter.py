@@ -1,4 +1,4 @@
-"""What of vLLM's internals the plugin's adapter relies on: a version that changes it fails here, and says what."""
+"""Internals of vLLM that the plugin's adapter relies on: a version that changes it fails here, and says what."""
 
 from __future__ import annotations
 

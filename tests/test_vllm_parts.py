@@ -1,4 +1,4 @@
-"""What of vLLM's plugin needs no vLLM: rows and pages, shards of a layer, its module, versions, stores, imports."""
+"""Parts of the plugin that need no vLLM: rows and pages, shards of a layer, its module, versions, stores, imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured on each split: text alone for a metric of text, positions, tasks over a distance; what is kept."""
+"""Measurements on each split: text alone for a metric of text, positions, tasks over a distance; what is kept."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rotor.models.outline import ModelOutline
 from rotor.models.source import Checkpoint
 from rotor.models.splits import evaluation_data
 from rotor.recipe.metric_registry import report_metrics
-from rotor.recipe.reading import distance_overrides, load_recipe
+from rotor.recipe.reading import load_recipe
 from rotor.recipe.sections import Evaluation
 from rotor.search.evaluation.estimate import evaluation_estimates
 from rotor.search.evaluation.fidelity import FidelityMeter
@@ -139,11 +139,9 @@ def test_another_report_split_keeps_what_was_searched(exported: Path) -> None:
 
 def test_tasks_over_a_distance() -> None:
     """Rows have room for what is stated, the text in between, and what asks."""
-    assert distance_overrides(None) == ()
-    assert distance_overrides(300) == ("evaluation.filler_tokens=300", "evaluation.seq_len=2048")
     checkpoint = Checkpoint(DEMO_MODEL)
-    recipe = load_recipe("rotor", [*OF_DOCS, *distance_overrides(1500), "evaluation.report_tokens=4096"])
-    assert recipe.evaluation.seq_len == 2048
+    longer = ["evaluation.filler_tokens=1500", "evaluation.seq_len=2048", "evaluation.report_tokens=4096"]
+    recipe = load_recipe("rotor", [*OF_DOCS, *longer])
     data = evaluation_data(recipe.evaluation, checkpoint.config, checkpoint.tokenizer)
     context = EvaluationContext.of(recipe.evaluation, data, checkpoint.tokenizer, checkpoint.config)
     for name in ("lookup", "copy"):

@@ -23,5 +23,5 @@ ABSORBING = [
 
 
 def ways_to_absorb(layout: LayerLayout) -> list[Absorbing]:
-    """Those that a layer is tried with; none where keys are not in blocks."""
+    """Ways that a layer is tried with; none where keys are not in blocks."""
     return ABSORBING if layout.in_blocks else []

@@ -61,7 +61,7 @@ def run(
 
 
 def _written(folder: Path, new_tokens: int, device: str) -> tuple[str, int, float]:
-    """What a model continues PROMPT with, greedily; tokens, and their seconds behind a first run."""
+    """Greedy continuation of PROMPT by a model: tokens, and their seconds behind a first run."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     model.to(device).eval()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

@@ -73,7 +73,7 @@ def _no_mask(*_: object, **__: object) -> None:
 
 def random_model(name: str, device: torch.device, sizes: JsonObject) -> Any:
     """A Llama of these sizes, all of whose layers have a layout's latents; or UNCOMPRESSED."""
-    from rotor.runtime.integration import replace_attention
+    from rotor.runtime.replacement import replace_attention
 
     AttentionInterface.register(GROUPED, grouped_heads)
     AttentionMaskInterface.register(GROUPED, _no_mask)

@@ -93,7 +93,7 @@ class Drawn:
         self.rows = rows_of(self.keys, self.values)
 
     def attend(self, keys: Tensor, values: Tensor) -> Tensor:
-        """What attention puts out, [sequences, query heads, LENGTH, DIM]."""
+        """Output of attention, [sequences, query heads, LENGTH, DIM]."""
         keys, values = (side.repeat_interleave(SHARED, 1) for side in (keys, values))
         return torch.nn.functional.scaled_dot_product_attention(self.queries, keys, values, is_causal=True)
 

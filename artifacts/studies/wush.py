@@ -36,6 +36,7 @@ class WUSH(FittedQuantiser):
     """
 
     method: ClassVar[str] = "wush"
+    needs_gradients: ClassVar[bool] = True
     bits: Bits = 4
 
     def check_rows(self, coded: bool, post_rope: bool) -> None:

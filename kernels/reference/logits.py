@@ -98,7 +98,7 @@ class ClassRows(NamedTuple):
         if rotation is None:
             return keys.to(self.dtype)
         tables = (self.table(table)[..., part, :] for table in rotation)
-        return rotate(keys, *(own if own.dim() == 2 else own.unsqueeze(2) for own in tables)).to(self.dtype)
+        return rotate(keys, *(table if table.dim() == 2 else table.unsqueeze(2) for table in tables)).to(self.dtype)
 
     def table(self, table: Tensor) -> Tensor:
         """cos or sin of the class, broadcastable to [batch_size, count, kv_len, rotary_dim]."""

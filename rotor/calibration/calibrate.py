@@ -26,7 +26,7 @@ from ..logs import log_file
 from ..models.hardware import DevicePlan, fit_threads
 from ..models.hub import find_source
 from ..models.layerwise import LayerwiseModel
-from ..models.outline import ModelOutline
+from ..models.outline import ModelOutline, state_bytes
 from ..models.readiness import check_text, describe_text
 from ..models.sequences import context_tokens
 from ..models.source import Checkpoint
@@ -321,8 +321,6 @@ class Calibration:
 
     def _finish(self, hashes: dict[str, dict[str, str]], about_tokens: JsonObject) -> None:
         """Write run.json and the recipe, and publish the folder."""
-        from ..models.loading import state_bytes  # imports the caches of transformers
-
         folder = self.partial.folder
         source = self.source
         config = self.checkpoint.config

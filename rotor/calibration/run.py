@@ -222,7 +222,7 @@ class Run:
     @property
     def calibrated_documents(self) -> frozenset[str]:
         """Digests of the documents that were calibrated on; empty if the tokens were no text."""
-        return frozenset(map(str, self.info.get("tokens", {}).get("documents_sha256", ())))
+        return frozenset(map(str, self.info["tokens"]["documents_sha256"]))
 
     @property
     def model_folder(self) -> Path:
@@ -236,7 +236,7 @@ class Run:
             CheckpointError: the model is not available.
         """
         model = self.info["model"]
-        if not self.model_folder.is_dir() and model.get("hub_id"):
+        if not self.model_folder.is_dir() and model["hub_id"]:
             return find_model(model["hub_id"], model["revision"]).folder
         return self.model_folder
 

@@ -193,7 +193,7 @@ def find_source(source: SourceInfo, folder: Path) -> Path:
             raise CheckpointError(f"{path}: no such file.", f"Give the source as it was{_revision(source)}.")
         about = path.stat()
         hint = f"Give the source as it was{_revision(source)}: --source MODEL, or {SOURCE}=MODEL."
-        size = source.get("sizes", {}).get(file, about.st_size)
+        size = source["sizes"].get(file, about.st_size)
         if about.st_size != size:
             raise CheckpointError(
                 f"{path}: is not the {file} that {folder} was made of ({about.st_size} bytes, expected {size}).", hint

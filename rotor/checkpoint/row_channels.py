@@ -67,7 +67,9 @@ class Widths:
 
     def sizes(self, tokens: int) -> list[int]:
         """Bytes of the codes of each class side by side, and of what is low."""
-        return [len(own) * tokens // codes_of_byte(bits) for bits, own in self.classes.items()] + [self.low * tokens]
+        return [len(channels) * tokens // codes_of_byte(bits) for bits, channels in self.classes.items()] + [
+            self.low * tokens
+        ]
 
 
 def unpacked(rows: Bytes, spots: Sequence[Spot]) -> Channels:
@@ -129,16 +131,16 @@ def _slots_of(codes: Bytes, low: Bytes, row: CodedRow) -> tuple[Bytes, int]:
     place = start = int(row.scaled)
     used, crumbs = 0, []
     for bits, count in zip(WIDTHS, row.counts, strict=True):
-        own = codes[place : place + count]
-        digits: list[Bytes] = [own] if bits == 4 else [own >> 2] if bits == 6 else []
+        whole = codes[place : place + count]
+        digits: list[Bytes] = [whole] if bits == 4 else [whole >> 2] if bits == 6 else []
         if bits >= BYTE_BITS:
-            digits = [own >> 4, own & 15]
+            digits = [whole >> 4, whole & 15]
         if bits > BYTE_BITS:
             rest = low[used : used + count]
             digits += [rest] if bits == 12 else [rest >> 4, rest & 15]
             used += count
         if bits in (2, 6):
-            crumbs.append(own & 3)
+            crumbs.append(whole & 3)
         for number, digit in enumerate(digits):
             slots[start + number : start + count * len(digits) : len(digits)] = digit
         place, start = place + count, start + count * len(digits)
@@ -153,8 +155,8 @@ def _slots_of(codes: Bytes, low: Bytes, row: CodedRow) -> tuple[Bytes, int]:
 def _transposed(lines: Bytes) -> Bytes:
     import torch  # which is several times faster at it
 
-    found: Bytes = torch.from_numpy(lines).t().contiguous().numpy()
-    return found
+    transposed: Bytes = torch.from_numpy(lines).t().contiguous().numpy()
+    return transposed
 
 
 def side_by_side(codes: Bytes, bits: int) -> Bytes:
@@ -167,8 +169,8 @@ def side_by_side(codes: Bytes, bits: int) -> Bytes:
     together = words.clone()
     for number in range(1, codes_of_byte(bits)):
         together |= words >> (BYTE_BITS - bits) * number
-    found: Bytes = together.to(torch.uint8).numpy()
-    return found
+    packed_codes: Bytes = together.to(torch.uint8).numpy()
+    return packed_codes
 
 
 def apart(data: Bytes, bits: int, tokens: int) -> Bytes:
@@ -182,5 +184,5 @@ def apart(data: Bytes, bits: int, tokens: int) -> Bytes:
     words = together.clone()
     for number in range(1, codes_of_byte(bits)):
         words |= together << (BYTE_BITS - bits) * number
-    found: Bytes = words.bitwise_and_(mask).numpy().view(np.uint8)
-    return found.reshape(-1, tokens)
+    codes: Bytes = words.bitwise_and_(mask).numpy().view(np.uint8)
+    return codes.reshape(-1, tokens)

@@ -72,11 +72,11 @@ class Zstandard:
         lengths = struct.unpack_from(f"<{len(sizes)}I", data)
         if head + sum(lengths) != len(data):
             raise CheckpointError(f"{len(data)} bytes of packed rows, expected {head + sum(lengths)}.", DAMAGED)
-        found, start = [], head
+        parts, start = [], head
         for size, length in zip(sizes, lengths, strict=True):
-            found.append(self._unpacked(data[start : start + length], size))
+            parts.append(self._unpacked(data[start : start + length], size))
             start += length
-        return found
+        return parts
 
     def _unpacked(self, data: bytes | memoryview, size: int) -> Bytes:
         if not size and not len(data):
@@ -121,14 +121,14 @@ class RowCodec:
             return bytes([RAW]) + rows.tobytes()  # something else stands where a row has nothing
         codes, prediction = channels.codes, None
         if self.level == "small":
-            self._before = own = LayerCodes(codes, widths.bits)
+            self._before = layer = LayerCodes(codes, widths.bits)
             if before is not None and before.codes.shape[1] == codes.shape[1] and tokens >= FEWEST_TOKENS:
-                prediction = fitted(before, own)
+                prediction = fitted(before, layer)
             if before is not None and prediction is not None:
                 used, codes = prediction.used, codes.copy()
-                predicted = prediction.codes(before.centred, own.bits)
-                codes[used] = differences(codes[used], predicted, own.bits[used])
-        parts = [side_by_side(codes[own], width) for width, own in widths.classes.items()]
+                predicted = prediction.codes(before.centred, layer.bits)
+                codes[used] = differences(codes[used], predicted, layer.bits[used])
+        parts = [side_by_side(codes[chosen], width) for width, chosen in widths.classes.items()]
         parts.append(channels.low)
         if prediction is None:
             return bytes([CODES]) + self.zstandard.pack(parts)
@@ -161,8 +161,8 @@ class RowCodec:
             data, sizes = data[head:], [used.sum() * len(before.bits), 8 * used.sum(), *sizes]
         parts = self.zstandard.unpack(data, sizes)
         codes = np.empty((len(bits), whole), np.uint8)
-        for (size, own), part in zip(widths.classes.items(), parts[-5:-1], strict=True):
-            codes[own] = apart(part, size, whole)
+        for (size, chosen), part in zip(widths.classes.items(), parts[-5:-1], strict=True):
+            codes[chosen] = apart(part, size, whole)
         if used is not None and before is not None and used.any():
             prediction = Prediction.read(used, *parts[:2])
             predicted = prediction.codes(before.centred, bits)

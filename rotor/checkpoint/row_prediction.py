@@ -55,9 +55,9 @@ class LayerCodes:
         return self.covariance_with(self)
 
     def covariance_with(self, other: LayerCodes) -> npt.NDArray[np.float64]:
-        found = _product(self.centred, other.centred.T) / self.codes.shape[1]
-        found -= np.outer(self.mean, other.mean)
-        return found
+        covariance = _product(self.centred, other.centred.T) / self.codes.shape[1]
+        covariance -= np.outer(self.mean, other.mean)
+        return covariance
 
 
 class Prediction(NamedTuple):
@@ -103,29 +103,29 @@ def _product(a: npt.NDArray[np.int8], b: npt.NDArray[np.int8]) -> npt.NDArray[np
     import torch
 
     left, right = torch.from_numpy(a), torch.from_numpy(b)
-    found: npt.NDArray[np.int32] = torch._int_mm(left, right).numpy()
-    return found
+    product: npt.NDArray[np.int32] = torch._int_mm(left, right).numpy()
+    return product
 
 
-def fitted(before: LayerCodes, own: LayerCodes) -> Prediction | None:
+def fitted(before: LayerCodes, layer: LayerCodes) -> Prediction | None:
     """Fit a prediction of a layer's tokens by least squares; None where no channel earns its weights."""
     from scipy import linalg
 
-    tokens, bits = own.codes.shape[1], own.bits
-    spread, cross = before.covariance.diagonal(), before.covariance_with(own)
+    tokens, bits = layer.codes.shape[1], layer.bits
+    spread, cross = before.covariance.diagonal(), before.covariance_with(layer)
     ridge = np.diag(RIDGE * spread + 1e-6)
     weights = linalg.solve(before.covariance + ridge, cross, assume_a="pos", check_finite=False)
-    error = own.covariance.diagonal() - (weights * (cross + ridge @ weights)).sum(0)
+    error = layer.covariance.diagonal() - (weights * (cross + ridge @ weights)).sum(0)
     step = STEPS_PER_ERROR * np.sqrt(np.maximum(error, 1e-6) / tokens / np.maximum(spread.mean(), 1e-6))
     step = np.maximum(step, np.abs(weights).max(0) / 127)
     whole = np.ascontiguousarray(np.rint(weights / step).astype(np.int8).T)
     levels = 0.5 ** (BYTE_BITS - bits)  # in a unit of `centred`
     middle = np.where(bits < BYTE_BITS, 2.0 ** (bits - 1), 128.5)
-    bias = (own.mean - (whole @ before.mean) * step) * levels + middle
+    bias = (layer.mean - (whole @ before.mean) * step) * levels + middle
     every = Prediction(np.ones(len(bits), bool), whole, (step * levels).astype(np.float32), bias.astype(np.float32))
 
     some = slice(None, None, -(-tokens // COMPARED_TOKENS))
-    codes = own.codes[:, some]
+    codes = layer.codes[:, some]
     rest = differences(codes, every.codes(np.ascontiguousarray(before.centred[:, some]), bits), bits)
     saved_bits = tokens * (entropies(codes) - entropies(rest))
     weight_bits = 0.5 * np.log2(2 * np.pi * np.e * (whole.var(1) + 1 / 12))
@@ -148,5 +148,5 @@ def differences(codes: Bytes, predicted: Bytes, bits: npt.NDArray[np.int64]) -> 
 
 def highest(bits: npt.NDArray[np.int64]) -> Bytes:
     """The highest code of each channel, [channels, 1]."""
-    found: Bytes = ((1 << bits) - 1).astype(np.uint8)[:, None]
-    return found
+    largest: Bytes = ((1 << bits) - 1).astype(np.uint8)[:, None]
+    return largest

@@ -38,17 +38,17 @@ ShardName = Annotated[str, Expect(_is_shard_name, "a plain file name, *.safetens
 class ModelInfo(TypedDict):
     """A source model; shards, files: SHA-256 of its shards, and of its other files.
 
-    state_bytes: see rotor.models.loading; missing in runs of earlier versions. base_model: its id on the hub, as the
-    export was told. card: what its card says of licence and language.
+    state_bytes: see rotor.models.outline. base_model: its id on the hub, as the export was told. card: what its card
+    says of licence and language.
     """
 
     path: str
     name: str
     shards: dict[str, str]
     files: dict[str, str]
-    state_bytes: NotRequired[int]
-    hub_id: NotRequired[str | None]
-    revision: NotRequired[str | None]
+    state_bytes: int
+    hub_id: str | None
+    revision: str | None
     base_model: NotRequired[str]
     card: NotRequired[dict[str, str | list[str]]]
 
@@ -56,7 +56,7 @@ class ModelInfo(TypedDict):
 class SourceInfo(TypedDict):
     """Where a checkpoint without weights gets them: a folder, relative to its own, or a commit on the hub.
 
-    shards: SHA-256 by name. sizes: bytes by name; missing in checkpoints of earlier versions.
+    shards: SHA-256 by name. sizes: bytes by name.
     """
 
     name: str
@@ -64,7 +64,7 @@ class SourceInfo(TypedDict):
     hub_id: str | None
     revision: str | None
     shards: dict[ShardName, str]
-    sizes: NotRequired[dict[ShardName, int]]
+    sizes: dict[ShardName, int]
 
 
 class KeyFormInfo(TypedDict):
@@ -96,9 +96,11 @@ class RunInfo(TypedDict):
     format_version: int
     element_bytes: ElementBytes
     shape: dict[str, int | bool | list[int | None] | list[list[int]]]
-    tokens: NotRequired[JsonObject]
-    versions: NotRequired[JsonObject]
-    stages: NotRequired[dict[str, StageInfo]]
+    tokens: JsonObject
+    device: str
+    dtype: str
+    versions: JsonObject
+    stages: dict[str, StageInfo]
     fisher_top_share: NotRequired[list[float]]
 
 
@@ -135,7 +137,7 @@ class SequenceInfo(TypedDict):
     tokens: Annotated[int, Field(ge=1)]
     before: int
     after: int
-    smaller_from: NotRequired[int | None]
+    smaller_from: int | None
 
 
 class AccuracyInfo(TypedDict):
@@ -151,14 +153,14 @@ class AccuracyInfo(TypedDict):
     search: float | None
     report: float | None
     interval_95: tuple[float, float] | None
-    data: NotRequired[str | None]
+    data: str | None
     data_sha256: str | None
     measurements: JsonObject
-    base: NotRequired[dict[str, JsonObject | None]]
-    left_out: NotRequired[dict[str, dict[str, str]]]
-    excluded_documents: NotRequired[list[str]]
-    documents: NotRequired[dict[str, dict[str, int]]]
-    table: NotRequired[str | None]
+    base: dict[str, JsonObject | None]
+    left_out: dict[str, dict[str, str]]
+    excluded_documents: list[str]
+    documents: dict[str, dict[str, int]]
+    table: str | None
     not_measured: NotRequired[str]
 
 
@@ -195,14 +197,14 @@ class CheckpointInfo(TypedDict):
     run: str
     compression: CompressionInfo
     kv_bytes_per_token: SizeInfo
-    kv_bytes_of_sequence: NotRequired[SequenceInfo]
+    kv_bytes_of_sequence: SequenceInfo
     accuracy: AccuracyInfo
     ranks: PlanRanks
     format_version: int
-    versions: NotRequired[JsonObject]
-    rank_method: NotRequired[str]
-    parameter: NotRequired[float]
-    removed_tensors: NotRequired[list[str]]
+    versions: JsonObject
+    rank_method: str
+    parameter: float
+    removed_tensors: list[str]
     layouts: list[JsonObject]
     tensors: dict[str, TensorInfo]
     cache: NotRequired[CacheInfo]

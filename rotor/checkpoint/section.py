@@ -104,4 +104,4 @@ def _check_lengths(value: object, name: str, reader: Reader) -> None:
         if len(value) > MOST_ENTRIES:
             raise reader.fail(name, f"{len(value)} entries", f"at most {MOST_ENTRIES}")
         below = value.items() if isinstance(value, dict) else enumerate(value)
-        stack += [(joined(name, key), own) for key, own in below]
+        stack += [(joined(name, key), value) for key, value in below]

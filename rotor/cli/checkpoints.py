@@ -111,7 +111,7 @@ def _print_export(out: Path, result: ExportResult, verbose: bool) -> None:
     sizes = f"{size['before']} -> {size['after']} KV bytes per token"
     if round(held["tokens"] * size["before"]) != held["before"]:  # some layers have a window
         sizes += f", {in_bytes(held['before'])} -> {in_bytes(held['after'])} at {held['tokens']} tokens"
-    smaller = held.get("smaller_from")
+    smaller = held["smaller_from"]
     if smaller is None:
         sizes += f", smaller at no length up to {held['tokens']} tokens"
     elif smaller > 1:

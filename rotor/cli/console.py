@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from rich.console import Console
@@ -21,9 +21,6 @@ from ..progress import Advance, Progress, in_time
 
 SECONDS_BETWEEN_LINES = 30.0
 """Seconds between lines about a task that has no bar."""
-
-clock = time.monotonic
-
 
 stdout = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 132)
 stderr = Console(stderr=True)
@@ -46,17 +43,24 @@ class ConsoleProgress(Progress):
 
 
 class LineProgress(Progress):
-    """A line now and then for a long task, where stderr is no terminal: what is done, and when the rest will be."""
+    """A line now and then for a long task, where stderr is no terminal: what is done, and when the rest will be.
+
+    Args:
+        between_s: least time between lines. clock: tells the time in seconds.
+    """
+
+    def __init__(self, between_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._between_s, self._clock = between_s, clock
 
     @contextmanager
     def task(self, name: str, total: float | None, unit: str) -> Iterator[Advance]:
-        done, start = 0.0, clock()
+        done, start = 0.0, self._clock()
         said = start
 
         def advance(more: float) -> None:
             nonlocal done, said
-            done, now = done + more, clock()
-            if total is None or not 0 < done < total or now - said < SECONDS_BETWEEN_LINES:
+            done, now = done + more, self._clock()
+            if total is None or not 0 < done < total or now - said < self._between_s:
                 return
             said = now
             left = (now - start) * (total - done) / done
@@ -94,7 +98,7 @@ def show_progress(quiet: bool, verbose: bool = False) -> Progress:
     log.setLevel(shown)
     if silent:
         return Progress()
-    return ConsoleProgress() if stderr.is_terminal else LineProgress()
+    return ConsoleProgress() if stderr.is_terminal else LineProgress(SECONDS_BETWEEN_LINES)
 
 
 def say(text: str) -> None:

@@ -77,14 +77,14 @@ def _chat(folder: str, options: GenerationOptions, output: OutputOptions) -> Non
             "got neither of PROMPT and --prompt-file, and stdin is no terminal to chat in.",
             'Text of a pipe is read by --prompt-file -. Example: rotor generate OUT "Once upon a time"',
         )
-    of_one_answer = {
+    single_answer_options = {
         "--json": output.as_json,
         "--parallel": options.parallel is not None,
         "--cache-file": options.cache_file is not None,
         "--save-cache": options.save_cache is not None,
         "--cache-level": options.cache_level != "none",
     }
-    for option, given in of_one_answer.items():
+    for option, given in single_answer_options.items():
         if given:
             raise UsageError(f"{option}: not in a chat.", "Give a PROMPT or --prompt-file, too.")
     from ..models.hub import check_name
@@ -112,7 +112,7 @@ def _chat(folder: str, options: GenerationOptions, output: OutputOptions) -> Non
 
 
 def _turn() -> str | None:
-    """What the user says next; None at the end."""
+    """Read what the user says next; None at the end."""
     try:
         return input("> ").strip()
     except EOFError:

@@ -30,14 +30,7 @@ INTERNAL = ("progress", "shared", "command")
 """Fields of requests that are no options."""
 
 HELP = {
-    "model": "Folder of the model (config.json and safetensors), or a hub id.",
     "folder": "A checkpoint that `rotor export` wrote.",
-    "source": "Source model of a checkpoint without weights, if it is not where it was: a folder or a hub id.",
-    "overwrite": "Replace a non-empty output folder.",
-    "cache": "How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of "
-    "your own; default: the checkpoint's own.",
-    "out": "JSON file to write.",
-    "target_device": "Device whose decode time is predicted, e.g. h200 (rotor/calibration/prediction/devices.yaml).",
     "as_json": "Print one JSON object on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
     "verbose": "Print details too: seconds and memory of each stage, digests, and what else the log file has.",

@@ -96,10 +96,10 @@ def _elsewhere(inspection: Inspection, command: str) -> str:
 
 def _print_own_times(inspection: Inspection) -> None:
     """Attention's predicted time with the layout that the recipe takes."""
-    own = [t for t in inspection.decode_times if t.chosen and t.instructions_per_key]
+    chosen = [t for t in inspection.decode_times if t.chosen and t.instructions_per_key]
     load = inspection.objective
-    if own:
-        shares = ", ".join(f"{t.share:.2f} at {t.scenario} removed" for t in own)
+    if chosen:
+        shares = ", ".join(f"{t.share:.2f} at {t.scenario} removed" for t in chosen)
         say(
             f"Attention in a decode step is predicted to take {shares}, of the uncompressed model's time "
             f"({load.device}, {load.batch_size} x {load.context_tokens} tokens; arithmetic, not measured). --layouts "
@@ -142,11 +142,11 @@ def _print_decode_times(inspection: Inspection) -> None:
 def _say_slower(inspection: Inspection) -> None:
     """Hint where the recipe's attention is predicted to be slower than without compression."""
     if inspection.slower is not None:
-        own, other = inspection.slower
+        chosen, other = inspection.slower
         better = f"{other.settings} is predicted at {other.share:.2f}" if other else "no layout is predicted below 1"
         say(
-            f"With {own.scenario} of the cache removed this recipe's attention is predicted at {own.share:.2f} of the "
-            f"uncompressed model's time: {better}."
+            f"With {chosen.scenario} of the cache removed this recipe's attention is predicted at {chosen.share:.2f} "
+            f"of the uncompressed model's time: {better}."
         )
 
 

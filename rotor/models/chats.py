@@ -141,7 +141,7 @@ def in_words(chat: JsonObject) -> str:
 
 
 def between_turns(folder: Path) -> str | None:
-    """What a model's chat template puts between an answer and what the user says next; None where it fails."""
+    """Text of a model's chat template between an answer and what the user says next; None where it fails."""
     said = ("first words", "an answer", "last words")
     messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant", "user"), said, strict=True)]
     (text,) = as_chats(folder, json.dumps([{"messages": messages, "tools": None}])).get("texts", [None])

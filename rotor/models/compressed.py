@@ -1,22 +1,28 @@
-"""Open a checkpoint that rotor wrote; each of its JSON files is read when it is first asked for."""
+"""Open a checkpoint that rotor wrote; each of its JSON files is read when it is first asked for.
+
+What rewrites weights and what kernels are told is imported where it is asked for: source models have neither.
+"""
 
 from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.families import attention_shape
 from ..checkpoint.files import KERNEL_CONFIG, ROTOR_JSON
-from ..checkpoint.kernel_config import KernelConfig
 from ..checkpoint.layout import AttentionShape, LayerLayout
-from ..checkpoint.rewritten import BASES, RewrittenTensors, find_source, open_rewritten
 from ..checkpoint.schemas import CheckpointInfo, read_file
 from ..checkpoint.section import CompressedSection, is_compressed
 from ..errors import CheckpointError
 from .source import Checkpoint
+
+if TYPE_CHECKING:
+    from ..checkpoint.kernel_config import KernelConfig
+    from ..checkpoint.rewritten import RewrittenTensors
 
 HINT = "Give a folder that `rotor export` wrote."
 
@@ -44,6 +50,8 @@ class CompressedCheckpoint(Checkpoint):
         """
         if self.section.source is None:
             return None
+        from ..checkpoint.rewritten import BASES, open_rewritten
+
         return open_rewritten(self.folder / BASES, self.config, self.section)
 
     @property
@@ -87,6 +95,8 @@ class CompressedCheckpoint(Checkpoint):
     @cached_property
     def kernel_config(self) -> KernelConfig:
         """kernel_config.json, checked against the layouts."""
+        from ..checkpoint.kernel_config import KernelConfig
+
         config = KernelConfig.read(self.folder / KERNEL_CONFIG)
         config.check(self.layouts)
         return config
@@ -95,6 +105,8 @@ class CompressedCheckpoint(Checkpoint):
     def source_folder(self) -> Path:
         """Folder of the source model by rotor.json, which may be gone; of a folder without weights, where it is now."""
         if self.section.source is not None:
+            from ..checkpoint.rewritten import find_source
+
             return find_source(self.section.source, self.folder)
         return self.folder.resolve() / self.report["source"]["path"]
 

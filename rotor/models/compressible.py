@@ -18,7 +18,7 @@ from ..checkpoint.projections import AttentionWeights, read_attention
 from ..checkpoint.tensors import FLOAT32
 from ..errors import RecipeError
 from ..numerics import check_parameters
-from ..runtime.integration import replace_attention
+from ..runtime.replacement import replace_attention
 from .hardware import DevicePlan
 from .layerwise import LayerwiseModel
 from .memory import EVALUATION_TOKENS

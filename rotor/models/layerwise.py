@@ -14,7 +14,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,6 @@ from ..checkpoint.publishing import check_space
 from ..errors import CheckpointError, DataError, NumericsError
 from ..numerics import first_not_finite, is_finite
 from ..progress import Advance
-from ..runtime.decoded import decoding
 from .hardware import fast_products
 from .memory import HEAD_POSITIONS, LOGIT_BYTES
 
@@ -140,7 +139,7 @@ class LayerwiseModel:
         """
         shared: dict[str, object] = {"shared_kv_states": {}} if self.family.readers else {}
         modules = [self.family.attention_module(self.model, layer) for layer in self.layers_at(index)]
-        with decoding(modules, self._prompt):
+        with self._as_decoded(modules):
             for number in self._turns[index]:
                 args, kwargs = self._call(number, tokens)
                 result = self.layers[number](hidden, *args, **kwargs | shared)
@@ -159,6 +158,14 @@ class LayerwiseModel:
             yield
         finally:
             self._prompt = before
+
+    def _as_decoded(self, modules: list[nn.Module]) -> AbstractContextManager[None]:
+        """Context in which attention modules see what `decoding` says, if this pass is within it."""
+        if self._prompt is None:
+            return nullcontext()
+        from ..runtime.decoded import decoding  # calibration needs no compressed attention
+
+        return decoding(modules, self._prompt)
 
     def final_states(self, sequences: Tensor, advance: Advance = lambda done: None) -> Tensor:
         """Compute the hidden states that leave the last layer, [n, seq_len, hidden_size]."""

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import DynamicCache
 
 from ..checkpoint.families import family_of
 from ..checkpoint.section import is_compressed
 from ..errors import CheckpointError, RotorError
 from ..numerics import check_parameters
-from ..runtime.integration import replace_attention
 from .compressed import CompressedCheckpoint, open_model
 from .source import Checkpoint, one_line, only_cache_is_quantised
 from .weights import StreamedWeights, Weights, auto_class, keep_softcap
@@ -31,30 +28,10 @@ ALWAYS_ALLOWED_ELEMENTS = 1 << 26
 """Elements that any model may have, because position tables may be larger than a tiny model."""
 
 
-STATES = ("conv_states", "recurrent_states")
-"""Attributes of a layer of transformers' caches that hold its states by number."""
-
-
 def config_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build the model of a copy of a config on the meta device."""
     with torch.device("meta"):  # eager, because Falcon looks up its attention class by the implementation
         return auto_class(config).from_config(deepcopy(config), trust_remote_code=False, attn_implementation="eager")
-
-
-def state_bytes(config: PreTrainedConfig) -> int:
-    """Bytes of the states of one sequence, however long it is; 0 of a model that has attention alone.
-
-    One token goes through the model on the meta device, and the states that the cache then has are counted.
-    """
-    cache: Any = DynamicCache(config=config)
-    if not any(hasattr(layer, name) for layer in cache.layers for name in STATES):
-        return 0
-    model = config_model(deepcopy(config)).eval()  # building and the next line change settings of the config
-    model.set_experts_implementation("batched_mm")  # others look at values, which the meta device has not
-    with torch.no_grad(), torch.device("meta"):
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
-    states = (state for layer in cache.layers for name in STATES for state in getattr(layer, name, {}).values())
-    return sum(state.nbytes for state in states if isinstance(state, Tensor))
 
 
 def check_fit(checkpoint: Checkpoint) -> None:
@@ -127,6 +104,8 @@ def weights_of(checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype,
 
     def prepare(model: PreTrainedModel) -> None:
         if isinstance(checkpoint, CompressedCheckpoint):
+            from ..runtime.replacement import replace_attention  # not needed for source models
+
             layouts = dict(enumerate(checkpoint.layouts))
             biases = frozenset(checkpoint.section.biases)
             for module in replace_attention(model, family_of(model.config), checkpoint.shape, layouts, biases):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from ..checkpoint.families import Family, attention_shape, find_family
 from ..checkpoint.layout import AttentionShape
@@ -15,6 +17,9 @@ from .source import Checkpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+STATES = ("conv_states", "recurrent_states")
+"""Attributes of a layer of transformers' caches that hold its states by number."""
 
 
 @dataclass(frozen=True)
@@ -112,3 +117,23 @@ class ModelOutline:
         if self.family.reads_tokens:  # beside the embedding
             part = max(self.layers) + max(self.vocabulary, default=0)
         return Estimates(estimate(self.parameters + copied), estimate(part + self.rest))
+
+
+def state_bytes(config: PreTrainedConfig) -> int:
+    """Bytes of the states of one sequence, however long it is; 0 of a model that has attention alone.
+
+    One token goes through the model on the meta device, and the states that the cache then has are counted.
+    """
+    from transformers import DynamicCache
+
+    cache: Any = DynamicCache(config=config)
+    if not any(hasattr(layer, name) for layer in cache.layers for name in STATES):
+        return 0
+    from .loading import config_model  # imports the models of transformers
+
+    model = config_model(deepcopy(config)).eval()  # building and the next line change settings of the config
+    model.set_experts_implementation("batched_mm")  # others look at values, which the meta device has not
+    with torch.no_grad(), torch.device("meta"):
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    states = (state for layer in cache.layers for name in STATES for state in getattr(layer, name, {}).values())
+    return sum(state.nbytes for state in states if isinstance(state, Tensor))

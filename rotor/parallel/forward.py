@@ -84,22 +84,22 @@ def begin_pass(
     sharded = first == 0 and tokens >= 2 * wire.count
     if sharded:
         stored = own_indices(tokens, wire.count, inputs.device)
-        own = stored[wire.rank]
+        here = stored[wire.rank]
     else:
-        own = torch.arange(tokens, device=inputs.device)
+        here = torch.arange(tokens, device=inputs.device)
         fewest = counts.index(min(counts)) if counts else 0
-        stored = [first + own if process == fewest else own[:0] for process in range(wire.count)]
-    now = Pass(first, first + tokens, sharded, first + own, stored, attended, counts, keep)
+        stored = [first + here if process == fewest else here[:0] for process in range(wire.count)]
+    now = Pass(first, first + tokens, sharded, first + here, stored, attended, counts, keep)
     changed = arguments | {
-        name: inputs.index_select(1, own),
-        "position_ids": positions.index_select(1, own),
+        name: inputs.index_select(1, here),
+        "position_ids": positions.index_select(1, here),
         # A mask of four dimensions passes every family's masking unchanged; attention makes its own.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=inputs.device),
         "past_key_values": cache,
     }
     for along in ("token_type_ids", "cache_position"):
         if changed.get(along) is not None:
-            changed[along] = changed[along].index_select(-1, own)
+            changed[along] = changed[along].index_select(-1, here)
     return now, changed
 
 

@@ -78,32 +78,35 @@ def attend_by_heads(call: AttentionCall, wire: Wire, owned: Sequence[Tensor], ma
         sides.append((absorbed_queries(query, parameters, cls), *latents))
 
     def shapes_of(tokens: int, process: int) -> Iterator[tuple[int, ...]]:
-        for cls, own in zip(classes, held[process], strict=True):
-            yield batch_size, len(own), heads, tokens, cls.key.width
+        for cls, groups in zip(classes, held[process], strict=True):
+            yield batch_size, len(groups), heads, tokens, cls.key.width
             for width in layout.stored_sides(cls.key.width, cls.value.width):
-                yield batch_size, len(own), tokens, width
+                yield batch_size, len(groups), tokens, width
 
     sent = [
-        [side[:, own.start : own.stop] for of, own in zip(sides, mine, strict=True) for side in of] for mine in held
+        [side[:, groups.start : groups.stop] for of, groups in zip(sides, mine, strict=True) for side in of]
+        for mine in held
     ]
     coming = [list(shapes_of(len(indices), wire.rank)) for indices in owned]
     received = wire.exchange(f"heads of layer {call.layer_idx}", "heads", sent, coming)
     order = torch.argsort(torch.cat(list(owned)))
     whole = iter([torch.cat(of, dim=-2)[..., order, :] for of in zip(*received, strict=True)])
     outputs = []
-    for own in held[wire.rank]:
+    for groups in held[wire.rank]:
         queries, keys, *values = (next(whole) for _ in range(1 + layout.latents_per_group))
-        if not len(own):
+        if not len(groups):
             outputs.append(queries.new_empty(batch_size, len(order), 0))
             continue
         options = parameters.scaling, mask, parameters.softcap
         outputs.append(dense_attention(queries.flatten(1, 2), keys, *(values or [keys]), *options))
     back = [[output[:, indices] for output in outputs] for indices in owned]
-    widths = [[own_width(cls.value.width, own, heads) for cls, own in zip(classes, mine, strict=True)] for mine in held]
+    widths = [
+        [own_width(cls.value.width, groups, heads) for cls, groups in zip(classes, mine, strict=True)] for mine in held
+    ]
     tokens = len(owned[wire.rank])
     returning = [[(batch_size, tokens, width) for width in mine] for mine in widths]
     attended = wire.exchange(f"attention of layer {call.layer_idx}", "heads", back, returning)
-    return torch.cat([part for of_class in zip(*attended, strict=True) for part in of_class], dim=-1)
+    return torch.cat([part for parts in zip(*attended, strict=True) for part in parts], dim=-1)
 
 
 def own_width(value_width: int, groups: range, heads: int) -> int:

@@ -60,7 +60,7 @@ class Wire:
         """
         dtype = tensors[0][0].dtype
         parts_sent = [torch.cat([tensor.contiguous().flatten().view(torch.uint8) for tensor in of]) for of in tensors]
-        sizes = [dtype.itemsize * sum(map(prod, of_process)) for of_process in shapes]
+        sizes = [dtype.itemsize * sum(map(prod, process)) for process in shapes]
         received = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
         counts = [len(part) for part in parts_sent]
         try:
@@ -72,5 +72,5 @@ class Wire:
                 "The error of the process that ended first says why; all processes have to be started again.",
             ) from error
         self.sent[kind] += sum(counts) - counts[self.rank]
-        parts = iter(received.view(dtype).split([prod(shape) for of_process in shapes for shape in of_process]))
-        return [[next(parts).view(shape) for shape in of_process] for of_process in shapes]
+        parts = iter(received.view(dtype).split([prod(shape) for process in shapes for shape in process]))
+        return [[next(parts).view(shape) for shape in process] for process in shapes]

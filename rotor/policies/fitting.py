@@ -45,25 +45,31 @@ def fit_cache_policy(model: PreTrainedModel, policy: Policy, sequences: Tensor) 
             "Give text of the model's own tokens, [sequences, seq_len].",
         )
     count = max(1, FIT_TOKENS // sequences.shape[1])
-    return policy.fitted(layer_samples(model, sequences[:count], policy.moves_keys))
+    samples = layer_samples(model, sequences[:count], policy.moves_keys, gradients=policy.needs_gradients)
+    return policy.fitted(samples)
 
 
-def layer_samples(model: PreTrainedModel, sequences: Tensor, pre_rope: bool = False) -> list[LayerSample]:
-    """Record the keys and values that enter each layer's cache, and the gradients of the summed loss by them.
+def layer_samples(
+    model: PreTrainedModel, sequences: Tensor, pre_rope: bool = False, *, gradients: bool = True
+) -> list[LayerSample]:
+    """Record the keys and values that enter each layer's cache.
 
     Args:
         sequences: [n, seq_len].
         pre_rope: record keys of an uncompressed model before RoPE.
+        gradients: record the gradients of the summed loss by them, too, for which a pass keeps the activations of all
+            layers.
     Raises:
         NumericsError: something is not finite; names the layer.
     """
+    record = _samples_with_gradients if gradients else _sequence_samples
     with cache_policy(model, _Recording(pre_rope)):
-        found = [_sequence_samples(model, sequence.to(model.device)) for sequence in sequences.split(1)]
+        by_sequence = [record(model, sequence.to(model.device)) for sequence in sequences.split(1)]
     samples = []
-    for index, of_layer in enumerate(zip(*found, strict=True)):
-        sides = [torch.cat(side) for side in zip(*of_layer, strict=True)]
+    for index, parts in enumerate(zip(*by_sequence, strict=True)):
+        sides = [torch.cat(side) for side in zip(*parts, strict=True)]
         names = ("keys", "values", "key gradients", "value gradients")
-        for name, side in zip(names, sides, strict=True):
+        for name, side in zip(names, sides, strict=False):
             if not is_finite(side):
                 raise NumericsError(
                     f"layer {index}: {name} on the calibration text are not finite.",
@@ -74,6 +80,15 @@ def layer_samples(model: PreTrainedModel, sequences: Tensor, pre_rope: bool = Fa
 
 
 def _sequence_samples(model: PreTrainedModel, sequence: Tensor) -> list[list[Tensor]]:
+    """Record keys and values for one sequence, layer by layer."""
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model.base_model(input_ids=sequence, past_key_values=cache, use_cache=True)  # without logits
+    layers: list[Any] = list(cache.layers)
+    return _of_heads([[layer.keys, layer.values] for layer in layers])
+
+
+def _samples_with_gradients(model: PreTrainedModel, sequence: Tensor) -> list[list[Tensor]]:
     """Record keys, values and their gradients for one sequence, layer by layer."""
     cache = DynamicCache(config=model.config)
     with torch.inference_mode(False), torch.enable_grad():
@@ -81,8 +96,12 @@ def _sequence_samples(model: PreTrainedModel, sequence: Tensor) -> list[list[Ten
         loss = functional.cross_entropy(logits.float(), sequence[0, 1:].clone(), reduction="sum")
         layers: list[Any] = list(cache.layers)
         gradients = torch.autograd.grad(loss, [part for layer in layers for part in layer.added])
-    sides = [[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)]
-    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in of_layer] for of_layer in sides]
+    return _of_heads([[layer.keys, layer.values, *gradients[2 * i : 2 * i + 2]] for i, layer in enumerate(layers)])
+
+
+def _of_heads(sides: list[list[Any]]) -> list[list[Tensor]]:
+    """Sides of a sequence over all heads, [1, seq_len, width], on the CPU."""
+    return [[side.detach().float().cpu().transpose(1, 2).flatten(2) for side in layer] for layer in sides]
 
 
 @dataclass(frozen=True)

@@ -39,24 +39,25 @@ class LayerSample:
     """Input of a layer's cache on calibration text, on the CPU in float32.
 
     keys, values: [sequences, seq_len, width over all heads]. key_gradients, value_gradients: the gradients of the
-    model's summed next-token loss by them.
+    model's summed next-token loss by them; None for policies that need none.
     """
 
     keys: Tensor
     values: Tensor
-    key_gradients: Tensor
-    value_gradients: Tensor
+    key_gradients: Tensor | None = None
+    value_gradients: Tensor | None = None
 
 
 class Policy(ABC):
     """A method that codes or thins out a cache, with its parameters. Subclasses are frozen dataclasses, one a file.
 
     A parameter's type says which values it may have. method: its name in recipes. needs_weights: it needs attention
-    weights. rows_only: it serves compressed models alone.
+    weights. needs_gradients: it is fitted to samples with gradients. rows_only: it serves compressed models alone.
     """
 
     method: ClassVar[str]
     needs_weights: ClassVar[bool] = False
+    needs_gradients: ClassVar[bool] = False
     rows_only: ClassVar[bool] = False
 
     def __post_init__(self) -> None:

@@ -70,12 +70,6 @@ METHODS = (
     ),
     BasisMethod("qk", "palu", "SVD of W_k, without data (Palu)", domains=("pre",)),
     BasisMethod(
-        "qk",
-        "identity",
-        "keys as they are, channels in the order of their share of the logits; to compare with",
-        _READS_BOTH,
-    ),
-    BasisMethod(
         "vo",
         "svd",
         "SVD of the values stacked with the rows of W_o that read them (ZACK section 4.3)",
@@ -101,12 +95,6 @@ METHODS = (
     ),
     BasisMethod("vo", "fisher", "the same of the values", _READS_VALUES, gradients=True),
     BasisMethod("vo", "palu", "SVD of W_v, without data (Palu)"),
-    BasisMethod(
-        "vo",
-        "identity",
-        "values as they are, channels in the order of their share of the output; to compare with",
-        _READS_VALUES,
-    ),
 )
 
 QK_METHODS = {method.name: method for method in METHODS if method.side == "qk"}

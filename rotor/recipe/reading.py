@@ -14,7 +14,6 @@ from ..checkpoint.files import INFO, RECIPE, ROTOR_JSON, read_json, read_text, r
 from ..checkpoint.schemas import check_version
 from ..errors import CheckpointError, RecipeError
 from .recipe import Recipe
-from .sections import Evaluation
 
 FIELDS_HINT = "`rotor recipes --fields` has every field, what it may be and what it decides."
 
@@ -59,10 +58,6 @@ def load_stored_recipe(folder: Path) -> Recipe:
             if path.is_file():
                 check_version(path, read_json(path, "Calibrate or export again."))
         raise CheckpointError(error.message, "It is damaged: calibrate or export again.") from error
-
-
-DISTANCE_ROOM = 548
-"""Tokens of a row of look-ups or copies beside the text in between: with 1,500 of that rows have 2,048."""
 
 
 def text_overrides(
@@ -119,15 +114,6 @@ def context_overrides(recipe: Recipe, tokens: int | None) -> tuple[str, ...]:
     if tokens is None or newest <= max(FEWEST_NEWEST, tokens // NEWEST_SHARE):
         return ()
     return (f"exact.newest={max(FEWEST_NEWEST, tokens // NEWEST_SHARE)}",)
-
-
-def distance_overrides(tokens: int | None) -> tuple[str, ...]:
-    """Overrides that put so many tokens of other text between what look-ups and copies state and what asks for it, in
-    rows with room for both; none for None."""
-    if tokens is None:
-        return ()
-    length = max(Evaluation().seq_len, tokens + DISTANCE_ROOM)
-    return f"evaluation.filler_tokens={tokens}", f"evaluation.seq_len={length}"
 
 
 def _named(name_or_path: str) -> Recipe:

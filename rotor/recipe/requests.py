@@ -213,8 +213,6 @@ class ValidationOptions(MemoryOptions):
         cache: How the cache is kept: none, a bundled policy (see `rotor recipes`), a YAML file, or FILE.py:CLASS of
             your own; default: the checkpoint's own.
         measure: Measure accuracy, which takes most of the time; without it numerics are compared on random tokens.
-        distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
-            for that (1500: rows of 2048); default: evaluation.filler_tokens.
         tasks: Benchmarks to run on the uncompressed model and on the compressed ones: tasks of lm-eval, by name or
             YAML file; of each the first evaluation.lm_eval_limit documents (docs/accuracy.md). What they say is
             written to a new folder, FOLDER-tasks.
@@ -229,7 +227,6 @@ class ValidationOptions(MemoryOptions):
     quick: bool = False
     cache: str | None = None
     measure: bool = True
-    distance: Count | None = None
     tasks: Sequence[str] = ()
     lengths: Sequence[int] = (4096,)
 
@@ -240,15 +237,10 @@ class ValidationOptions(MemoryOptions):
     @property
     def evaluation_overrides(self) -> tuple[str, ...]:
         """Everything that the request changes in the section evaluation."""
-        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
+        from .reading import load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe("rotor"), ("evaluation",)) if self.quick else ()
-        return (
-            *quick,
-            *text_overrides(self.text, ("evaluation",)),
-            *distance_overrides(self.distance),
-            *self.overrides,
-        )
+        return (*quick, *text_overrides(self.text, ("evaluation",)), *self.overrides)
 
 
 @dataclass(frozen=True)
@@ -283,8 +275,6 @@ class StudyRequest(MemoryOptions, Reported):
         sizes: Bytes of cache per token at which the parts methods, match, long and context measure recipes; by default
             sizes from 3.75 % to 50 % of the uncompressed cache.
         caches: Cache policies of your own for the part methods, as --cache takes them.
-        distance: Tokens of other text between what look-ups and copies state and what asks for it, in rows with room
-            for that (1500: rows of 2048); default: evaluation.filler_tokens.
         context: Tokens of the sequences that are served, whose bytes choose the plans of models with windows, and below
             4096 how many tokens are exact, as in `rotor export` (default: the model's longest, at most 32768).
         quick: A first look: few tokens to calibrate on and to measure accuracy on; results are marked as quick.
@@ -301,7 +291,6 @@ class StudyRequest(MemoryOptions, Reported):
     parts: Sequence[str] = ("curves",)
     sizes: Sequence[int] = ()
     caches: Sequence[str] = ()
-    distance: Count | None = None
     context: ContextTokens | None = None
     quick: bool = False
     batch_tokens: Count = 2048
@@ -314,11 +303,11 @@ class StudyRequest(MemoryOptions, Reported):
 
     @property
     def all_overrides(self) -> tuple[str, ...]:
-        """Overrides of every recipe, those of --quick, of the text and of the distance among them."""
-        from .reading import distance_overrides, load_recipe, quick_overrides, text_overrides
+        """Overrides of every recipe, those of --quick and of the text among them."""
+        from .reading import load_recipe, quick_overrides, text_overrides
 
         quick = quick_overrides(load_recipe("rotor")) if self.quick else ()
-        return (*quick, *text_overrides(self.text), *distance_overrides(self.distance), *self.overrides)
+        return (*quick, *text_overrides(self.text), *self.overrides)
 
 
 @dataclass(frozen=True)

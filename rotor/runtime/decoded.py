@@ -68,20 +68,19 @@ def first_seen(mask: Tensor) -> Tensor:
 
 
 @contextmanager
-def decoding(modules: Iterable[nn.Module], prompt: int | None = 1) -> Iterator[None]:
+def decoding(modules: Iterable[nn.Module], prompt: int = 1) -> Iterator[None]:
     """Let those of the modules that keep tokens exactly attend as if the tokens behind a prompt came one by one.
 
     Args:
         modules: attention modules of a model, compressed or not.
-        prompt: tokens that come at once, of passes without a cache; None: all, and nothing changes.
+        prompt: tokens that come at once, of passes without a cache.
     """
     chosen = [m for m in modules if isinstance(m, RotorAttention) and m.layout.exact is not None]
     stores = [module.store for module in chosen]
     try:
-        if prompt is not None:
-            decoded = DecodedRows(prompt)
-            for module in chosen:
-                module.store = decoded
+        decoded = DecodedRows(prompt)
+        for module in chosen:
+            module.store = decoded
         yield
     finally:
         for module, store in zip(chosen, stores, strict=True):

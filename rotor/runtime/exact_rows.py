@@ -70,7 +70,7 @@ class SeenTokens(NamedTuple):
     slots: int
 
     def known(self, exact: ExactTokens) -> tuple[object, ...]:
-        """What tells apart the exact tokens of the layers of a pass: tensors among it are alike in all of them."""
+        """Key that tells apart the exact tokens of the layers of a pass; tensors are alike in all of them."""
         numbers = (None if isinstance(number, Tensor) else number for number in self[2:])
         return exact, *numbers, len(self.key), self.key.device
 
@@ -88,7 +88,7 @@ class Division(NamedTuple):
 
 
 class ExactState(NamedTuple):
-    """What `ExactRows` hold, as a file keeps it; see there. begin: [batch_size], int64."""
+    """Content of `ExactRows`, as a file keeps it; see there. begin: [batch_size], int64."""
 
     keys: Tensor
     values: Tensor

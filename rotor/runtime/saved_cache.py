@@ -61,17 +61,17 @@ def save_cache(
         torch.cuda.synchronize()  # copies to the host do not wait
     held = [held_by(cache, layer) for layer in layers]
     tokens, sequences = held[0].tokens, len(held[0].keys)
-    if any((own.tokens, len(own.keys)) != (tokens, sequences) for own in held):
+    if any((one.tokens, len(one.keys)) != (tokens, sequences) for one in held):
         raise UsageError(
             "layers of the cache hold different numbers of tokens or sequences.", "Save it between passes of the model."
         )
     packer = _Packer(level)
     tensors = packer.rows(layers, held)
-    for layer, own in zip(layers, held, strict=True):
-        if own.exact is not None:
-            tensors[f"exact.{layer.place}.keys"] = packer.numbers(own.exact.keys)
-            tensors[f"exact.{layer.place}.values"] = packer.numbers(own.exact.values)
-            tensors[f"exact.{layer.place}.begin"] = own.exact.begin
+    for layer, one in zip(layers, held, strict=True):
+        if one.exact is not None:
+            tensors[f"exact.{layer.place}.keys"] = packer.numbers(one.exact.keys)
+            tensors[f"exact.{layer.place}.values"] = packer.numbers(one.exact.values)
+            tensors[f"exact.{layer.place}.begin"] = one.exact.begin
     shifts = getattr(cache, SHIFTS, None)
     if shifts is not None:
         tensors["shifts"] = shifts[:, :tokens]
@@ -88,8 +88,8 @@ def save_cache(
         "tokens": tokens,
         "sequences": sequences,
         "chunk": CHUNK_TOKENS,
-        "held": [own.keys.shape[2] for own in held],
-        "until": [0 if own.exact is None else own.exact.until for own in held],
+        "held": [one.keys.shape[2] for one in held],
+        "until": [0 if one.exact is None else one.exact.until for one in held],
         "sha256": {},
     }
     write_cache_file(Path(file), info, {name: tensor.cpu().contiguous() for name, tensor in tensors.items()})
@@ -172,7 +172,7 @@ def _digest_of(model: PreTrainedModel) -> str:
     name = model.config.name_or_path or ""
     path = Path(name) / MANIFEST
     if not path.is_file() and name and not Path(name).is_dir():
-        found = cached_file(
+        fetched = cached_file(
             name,
             MANIFEST,
             revision=getattr(model.config, "_commit_hash", None),
@@ -181,7 +181,7 @@ def _digest_of(model: PreTrainedModel) -> str:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=False,
         )
-        path = path if found is None else Path(found)
+        path = path if fetched is None else Path(fetched)
     if not path.is_file():
         raise UsageError(
             f"{name or 'the model'}: no {MANIFEST} is found there, by whose digest saved caches know their checkpoint.",
@@ -240,19 +240,19 @@ class _Packer:
 
     def rows(self, layers: list[SavedLayer], held: list[Held]) -> dict[str, Tensor]:
         """The rows of all layers, by chunks of tokens; those of as many tokens may follow from each other."""
-        found, codecs = {}, dict[tuple[int, int], RowCodec]()
-        for layer, own in zip(layers, held, strict=True):
+        packed, codecs = {}, dict[tuple[int, int], RowCodec]()
+        for layer, one in zip(layers, held, strict=True):
             spots = spots_of(layer.module.layout) if layer.module.layout.coded else None
-            for chunk, start in enumerate(range(0, own.keys.shape[2], CHUNK_TOKENS)):
-                sides = [side[:, 0, start : start + CHUNK_TOKENS] for side in (own.keys, own.values)]
+            for chunk, start in enumerate(range(0, one.keys.shape[2], CHUNK_TOKENS)):
+                sides = [side[:, 0, start : start + CHUNK_TOKENS] for side in (one.keys, one.values)]
                 rows = torch.cat(sides, dim=-1).flatten(0, 1).cpu()
                 if spots is None:
                     data = self.numbers(rows)
                 else:
-                    codec = codecs.setdefault((own.keys.shape[2], chunk), RowCodec(self.level))
+                    codec = codecs.setdefault((one.keys.shape[2], chunk), RowCodec(self.level))
                     data = _as_tensor(codec.pack(rows.numpy(), spots))
-                found[f"rows.{layer.place}.{chunk}"] = data
-        return found
+                packed[f"rows.{layer.place}.{chunk}"] = data
+        return packed
 
     def numbers(self, numbers: Tensor) -> Tensor:
         plain = numbers.detach().cpu().contiguous().flatten().view(torch.uint8)
@@ -275,13 +275,13 @@ class _Reader:
 
     def checked(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that is not packed; raises CheckpointError if it has another shape or dtype."""
-        found = self.saved.tensor(name)
-        if tuple(found.shape) != shape or found.dtype != dtype:
-            got = f"{_name_of(found.dtype)} {list(found.shape)}"
+        tensor = self.saved.tensor(name)
+        if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+            got = f"{_name_of(tensor.dtype)} {list(tensor.shape)}"
             raise CheckpointError(
                 f"{self.saved.path}: {name} is {got}, expected {_name_of(dtype)} {list(shape)}.", DAMAGED
             )
-        return found
+        return tensor
 
     def rows(self, layer: SavedLayer, number: int, count: int) -> tuple[Tensor, Tensor]:
         """Key rows and value rows of the first `count` tokens, [batch_size, 1, tokens, elements]."""
@@ -333,18 +333,18 @@ class _Reader:
 
     def beginnings(self, layers: list[SavedLayer], count: int) -> Kept:
         """Rotations of the beginnings of blocks, of layers that need them."""
-        found: Kept = {}
+        rotations: Kept = {}
         for layer in layers:
             rope = layer.module.rope
-            if not isinstance(rope, BlocksAsGiven) or (rope.layer_type, rope.block) in found:
+            if not isinstance(rope, BlocksAsGiven) or (rope.layer_type, rope.block) in rotations:
                 continue
             name, blocks = _name_of_beginnings(rope.layer_type, rope.block), -(-self.info["tokens"] // rope.block)
             tensor = self.saved.tensor(name)
             sequences = len(tensor) if tensor.dim() == 4 and len(tensor) == 1 else self.info["sequences"]
             shape = sequences, blocks, 2, layer.module.shape.rotary_planes
             known = self.checked(name, shape, tensor.dtype if tensor.is_floating_point() else layer.dtype)
-            found[rope.layer_type, rope.block] = known[:, : -(-count // rope.block)].to(layer.device)
-        return found
+            rotations[rope.layer_type, rope.block] = known[:, : -(-count // rope.block)].to(layer.device)
+        return rotations
 
     def _bytes(self, name: str) -> memoryview:
         tensor = self.saved.tensor(name)

@@ -81,7 +81,7 @@ class SavedLayer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a cache holds of a layer: how many tokens came, the rows of the newest of them, and exact tokens."""
+    """Content of a cache for a layer: how many tokens came, the rows of the newest of them, and exact tokens."""
 
     tokens: int
     keys: Tensor
@@ -122,7 +122,7 @@ def layers_of(model: PreTrainedModel) -> list[SavedLayer]:
 
 
 def held_by(cache: Cache, layer: SavedLayer) -> Held:
-    """What a cache holds of a layer; raises UsageError if that is nothing, or not of this model."""
+    """Content of a cache for a layer; raises UsageError if that is nothing, or not of this model."""
     layers = getattr(cache, "layers", [])
     held: Any = layers[layer.place] if layer.place < len(layers) else None
     if type(held) not in SAVED_LAYERS:
@@ -140,8 +140,8 @@ def held_by(cache: Cache, layer: SavedLayer) -> Held:
     rows = slice(stored - layer.held_tokens(tokens), stored)
     keys, values = held.keys[:, :, rows].detach(), held.values[:, :, rows].detach()
     exact = held.exact_rows.state(tokens) if isinstance(held, WithExactRows) else None
-    of_model = [((1, width), layer.row_dtype) for width in layer.widths]
-    fits = [((side.shape[1], side.shape[3]), side.dtype) for side in (keys, values)] == of_model
+    expected = [((1, width), layer.row_dtype) for width in layer.widths]
+    fits = [((side.shape[1], side.shape[3]), side.dtype) for side in (keys, values)] == expected
     if not fits or (exact is None) != (layer.exact is None) or (exact and exact.keys.dtype != layer.dtype):
         raise UsageError(
             f"layer {layer.place}: the cache holds keys of {keys.shape[1]} heads of {keys.shape[3]} in {keys.dtype}, "

@@ -30,8 +30,7 @@ class Point(Plan):
         """The plan of a checkpoint by its rotor.json, whose layouts have the channels, with what was measured of it."""
         shares, ranks = info["compression"], info["ranks"]
         unrounded, stored = ([[(qk, v) for qk, v in layer] for layer in ranks[name]] for name in ("exact", "stored"))
-        parameter = info.get("parameter", 0.0)
-        return cls(parameter, shares["planned"], shares["stored"], unrounded, stored, **measured)  # type: ignore[arg-type]
+        return cls(info["parameter"], shares["planned"], shares["stored"], unrounded, stored, **measured)  # type: ignore[arg-type]
 
     def fidelity(self, split: str) -> Fidelity:
         """Measurements on a split; raises UsageError if nothing was."""

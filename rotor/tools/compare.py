@@ -30,7 +30,7 @@ class Compared:
     def to_dict(self) -> JsonObject:
         names = ("recipe", "compression", "kv_bytes_per_token", "kv_bytes_of_sequence")
         about = {name: self.info[name] for name in names}  # type: ignore[literal-required]
-        source = {name: self.info["source"].get(name) for name in ("name", "hub_id")}
+        source = {name: self.info["source"][name] for name in ("name", "hub_id")}
         return {
             "folder": str(self.folder),
             "source": source,

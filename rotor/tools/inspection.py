@@ -30,7 +30,7 @@ from ..errors import MissingError
 from ..models.hardware import DevicePlan, matmul_rate
 from ..models.hub import find_source
 from ..models.memory import Estimate, available_device_bytes, available_host_bytes, stream_weights, usable_host_bytes
-from ..models.outline import ModelOutline
+from ..models.outline import ModelOutline, state_bytes
 from ..models.sequences import bounded_seq_len, context_tokens
 from ..models.source import Checkpoint, config_of
 from ..models.tokenizer import load_tokenizer, text_start
@@ -94,7 +94,7 @@ class Inspection:
     """Results of `rotor inspect`.
 
     kv_cache_bytes: bytes of one sequence, by its tokens.
-    state_bytes: of one sequence beside the cache, see rotor.models.loading.
+    state_bytes: of one sequence beside the cache, see rotor.models.outline.
     context_tokens: length of the sequence whose bytes an export counts.
     row_start: beginning of every text sequence, as text; None without a tokenizer.
     bits: bits that a channel may have.
@@ -153,8 +153,6 @@ def run_inspection(request: InspectionRequest) -> Inspection:
         UnsupportedModelError: rotor cannot compress the model.
         RotorError: see rotor.errors.
     """
-    from ..models.loading import state_bytes  # imports the caches of transformers
-
     model = request.model
     if Path(model).is_file():
         if Path(model).name != "config.json":

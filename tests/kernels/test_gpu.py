@@ -163,7 +163,7 @@ def test_pages(name, news, window) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_graph_serves_other_lengths_and_fewer_sequences(name) -> None:
-    """What was captured for 4 sequences of up to 1003 keys: replayed without recapture."""
+    """A graph captured for 4 sequences of up to 1003 keys: replayed without recapture."""
     from rotor.kernels.attention import attend_pages
 
     gpu, _ = on_gpu(name, 1, 1003, torch.bfloat16, batch_size=4)

@@ -82,7 +82,7 @@ class Case:
         return truth.attention(self.queries(tokens), *sides, parameters, mask, self.rotation)
 
     def _numbers(self, rows: Tensor, keys: bool, cut: LayerLayout) -> Tensor:
-        """What is read of rows whose channels behind those of `cut` are codes in the middle, or zeros."""
+        """Numbers read of rows whose channels behind those of `cut` are codes in the middle, or zeros."""
         found = []
         for group, part, starts in zip(self.layout.groups, cut.groups, self.layout.byte_offsets(4), strict=True):
             whole, kept, first = (group.key, part.key, starts[0]) if keys else (group.values, part.values, starts[1])

@@ -1,1 +1,1 @@
-"""What tests share: paths, tiny models, runs in short, cases for kernels, and the command line in this process."""
+"""Shared by tests: paths, tiny models, runs in short, cases for kernels, and the command line in this process."""

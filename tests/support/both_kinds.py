@@ -85,7 +85,7 @@ def attention(call: AttentionCall, by_row: Tensor, exactly: Tensor) -> Tensor:
 
 
 def heads_of(latents: Tensor, p: AttentionParameters) -> Iterator[Tensor]:
-    """What attention over rows puts out, as values of each query head, [batch_size, seq_len, head_dim]."""
+    """Output of attention over rows, as values of each query head, [batch_size, seq_len, head_dim]."""
     assert p.output_basis is not None
     start = column = 0
     for group in p.layout.groups:
@@ -98,7 +98,7 @@ def heads_of(latents: Tensor, p: AttentionParameters) -> Iterator[Tensor]:
 
 
 def constants_of(p: AttentionParameters) -> Iterator[Tensor | float]:
-    """What codes add to the values of each query head."""
+    """Constant that codes add to the values of each query head."""
     for head in range(p.shape.num_heads):
         yield 0.0 if p.value_constant is None else p.value_constant[head // p.shape.heads_per_kv].double()
 

@@ -11,7 +11,7 @@ def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def close(got: object, expected: object) -> bool:
-    """Whether two values are equal but for rounding: where weights lie in memory decides how products are summed."""
+    """Tell whether two values are equal but for rounding: products are summed by where weights lie in memory."""
     if isinstance(got, dict) and isinstance(expected, dict):
         return got.keys() == expected.keys() and all(close(got[key], expected[key]) for key in got)
     if isinstance(got, (list, tuple)) and isinstance(expected, (list, tuple)):

@@ -64,6 +64,12 @@ def bounded_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.fixture
+def few_written_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model writes two rows of 32 tokens, or of a few less, at a time."""
+    monkeypatch.setattr("rotor.models.tokens.SAMPLING_TOKENS", 64)
+
+
 @pytest.fixture(scope="session")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
     """demo_run(recipe) -> a run of the bundled model with few tokens, calibrated once a session; do not write to it."""

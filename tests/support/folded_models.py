@@ -26,7 +26,7 @@ from rotor.checkpoint.projections import split_projections
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row
 from rotor.runtime import attention
 from rotor.runtime.attention import RotorAttention
-from rotor.runtime.integration import replace_attention
+from rotor.runtime.replacement import replace_attention
 from support.random_layers import of_numbers, random_bases, write_checkpoint
 
 Bits = Sequence[tuple[int, ...]]
@@ -37,7 +37,7 @@ MIXED: Bits = ((16, 12, 8, 4, 4, 4, 4), (8, 4, 4, 4))
 
 @dataclass
 class Folding:
-    """How attention layers are compressed.
+    """Form to which attention layers are compressed.
 
     bits: None for numbers. rank: of each latent; None: full. exact: tokens that are kept exactly.
     """

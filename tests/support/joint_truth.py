@@ -9,7 +9,7 @@ from rotor.checkpoint.bases import BasisPair
 
 
 def read_numbers(numbers: Tensor, pair: BasisPair, group: int) -> tuple[Tensor, Tensor]:
-    """What a joint group's numbers are read as, and the scale of each row.
+    """Numbers of a joint group as they are read, and the scale of each row.
 
     Args:
         numbers: [..., n], each head's key as it is stored and then its value.

@@ -54,7 +54,7 @@ LAYERS = {
 
 
 def random_scale(layout: LayerLayout, generator: torch.Generator) -> RowScale | None:
-    """How latents of joint groups are scaled: scales of all sizes, some larger than by the length of their row."""
+    """Scales of latents of joint groups: of all sizes, some larger than by the length of their row."""
     if not layout.scaled:
         return None
     shift, length = torch.randn(2, layout.key_rank, generator=generator)

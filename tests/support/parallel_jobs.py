@@ -1,4 +1,4 @@
-"""What the processes of `parallel_processes` are asked to do."""
+"""Jobs of the processes of `parallel_processes`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def sharded_answers(group: Any, folder: str, ids: Tensor, mask: Tensor | None, n
 
 @torch.no_grad()
 def traffic(group: Any, folder: str, ids: Tensor) -> dict[str, Any]:
-    """What a prompt and one more token sent, and the bytes and tokens of this process's part of the cache."""
+    """Traffic of a prompt and one more token, and the bytes and tokens of this process's part of the cache."""
     model = load(folder)
     with sequence_parallel(model, group) as parallel:
         cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values

@@ -35,7 +35,7 @@ class Processes:
             pool.submit(os.getpid)  # starts it: all have to be there before any has joined
 
     def run(self, job: Job, *arguments: Any, count: int | None = None) -> list[Any]:
-        """What the job returned in each of the first `count` processes; its error is raised."""
+        """Results of the job in each of the first `count` processes; its error is raised."""
         return [one.result() for one in self._asked(job, arguments, count)]
 
     def outcomes(self, job: Job, *arguments: Any) -> list[Any]:

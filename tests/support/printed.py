@@ -20,7 +20,7 @@ ANYTHING = "0.5"
 """Stands where a text is filled in: it may be a path, a number or a share."""
 
 PLACES = {"NAME": "fdc", "N": "1", "KEY=VALUE": "tokens.count=1", "HEX": "00", "...": ""}
-"""What words in capitals stand for where a path would not do."""
+"""Values of words in capitals where a path would not do."""
 
 
 def parse(words: list[str]) -> None:

@@ -76,12 +76,12 @@ def random_tensors(
 
 
 def row_scale_of(tensors: dict[str, Tensor]) -> RowScale | None:
-    """How the rows of a layer with these tensors are scaled; None where they have no scale."""
+    """Scale of the rows of a layer with these tensors; None where they have no scale."""
     return RowScale(tensors["code_shift"], tensors["length_weight"]) if "code_shift" in tensors else None
 
 
 Rounding = Callable[[Tensor], Tensor]
-"""What numbers in place of codes, [..., rank of all groups], become in the cache."""
+"""Rows of numbers in place of codes, [..., rank of all groups]."""
 
 
 def random_bases(

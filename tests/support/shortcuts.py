@@ -1,4 +1,4 @@
-"""What makes a session of tests quicker and changes nothing that they look at."""
+"""Shortcuts that make a session of tests quicker and changes nothing that they look at."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def tried(folder: Path) -> JsonObject:
-    """What a trial says of a tokenizer that is known to do no harm, without a process of its own."""
+    """Verdict of a trial on a tokenizer that is known to do no harm, without a process of its own."""
     return {"largest": largest_id(AutoTokenizer.from_pretrained(folder, local_files_only=True))}
 
 
@@ -59,7 +59,7 @@ def quicker() -> Iterator[None]:
 
 
 def _bundled(folder: Path) -> bool:
-    """Whether a folder's tokenizer is the bundled one, byte for byte."""
+    """Tell whether a folder's tokenizer is the bundled one, byte for byte."""
     return all(_content(folder / name) == _content(DEMO_MODEL / name) for name in FILES)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -440,4 +441,12 @@ def build_tiny(family: str, folder: Path, dtype: torch.dtype = torch.float32, **
     tiny_model(family).to(dtype).save_pretrained(folder, **save)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO_MODEL / name, folder / name)
+    return folder
+
+
+def demo_model(folder: Path, **fields: object) -> Path:
+    """A copy of the bundled model whose configuration has other fields."""
+    shutil.copytree(DEMO_MODEL, folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
     return folder

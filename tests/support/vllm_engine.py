@@ -140,7 +140,7 @@ def refused(folder: Path, match: str, **options: Any) -> None:
 
 
 def served_elsewhere(folder: Path, program: str, *arguments: str, **environment: str) -> list:
-    """What a program prints as JSON behind TOKENS, in a process of its own."""
+    """Output that a program prints as JSON behind TOKENS, in a process of its own."""
     file = folder.parent / "program.py"
     file.write_text(program)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])

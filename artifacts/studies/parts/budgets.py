@@ -16,8 +16,8 @@ BUDGETS = (0.1, 0.2, 0.3, 0.5, 0.7)
 """Shares of a whole row's tokens that are kept (SqueezeAttention figure 3: 0.1 to 1)."""
 
 SQUEEZE = (0.85, 0.15)
-"""What the least important layers keep of their budget: by SqueezeAttention's text, which removes 0.1 to 0.2, and by
-its Algorithm 1 with that p."""
+"""Share of their budget that the least important layers keep: by SqueezeAttention's text, which removes 0.1 to 0.2, and
+by its Algorithm 1 with that p."""
 
 RANDOM = find_policy(f"{Path(__file__).parents[1] / 'random_tokens.py'}:Random")
 

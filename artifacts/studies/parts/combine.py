@@ -80,7 +80,7 @@ def _coded(name: str, policy: Policy, removed: float) -> StudiedCache:
 
 
 def equal_contribution(total: float) -> float:
-    """What each of two ways removes to remove `total` together: 1 - p = (1 - p_dim)(1 - p_tok) with p_dim = p_tok.
+    """Share of each of two ways that remove `total` together: 1 - p = (1 - p_dim)(1 - p_tok) with p_dim = p_tok.
 
     Source: FDC section 6.4 and ZACK section 6.3 ("contribute equally to the overall compression rate").
     """

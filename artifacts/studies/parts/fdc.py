@@ -206,7 +206,7 @@ def _accuracy_rows(name: str, record: Record) -> Iterator[list[str]]:
 
 
 def _record(study: StudyContext, evaluator: PlanEvaluator, recipe: Recipe, plan: Plan) -> Record:
-    """What a plan removes, and predicted times of this model and of an 8B by it."""
+    """Share that a plan removes, and predicted times of this model and of an 8B by it."""
     device = find_device(recipe.objective.device)
     if device.matmul_flops_per_s is None:
         raise UsageError(

@@ -42,7 +42,7 @@ VALUES = (1, 2, 4, 8, 16, 32)
 
 PARTS = ("codes", "scales and zeros", "low rank", "outliers", "waiting")
 PART_OF = ("codes", "scales and zeros", "scales and zeros", "low rank", "low rank", "outliers", "outliers")
-"""What each stored tensor is part of: the three of the backbone, then GEAR's."""
+"""Part that each stored tensor belongs to: the three of the backbone, then GEAR's."""
 
 
 def methods(bits: int) -> dict[str, Quantiser]:

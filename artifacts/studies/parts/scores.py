@@ -37,7 +37,7 @@ def observe(study: StudyContext, sequence: Tensor, look: Callable[[int, dict[str
 
 @dataclass(frozen=True)
 class LayerScores:
-    """What one layer's attention scores say of a sequence.
+    """Statistics of one layer's attention scores of a sequence.
 
     quantiles: the least, QUANTILES, and the largest score. worth: each token's, [tokens], by its mean score over the
     keys it sees, and by its softmax denominator over these; both summed over heads.

@@ -77,7 +77,7 @@ class VariantPart(Part):
 
     @abstractmethod
     def cells(self, record: dict[str, Any]) -> list[str]:
-        """What a record has beside accuracy and KL."""
+        """Cells of a record beside accuracy and KL."""
 
     @abstractmethod
     def line(self, record: dict[str, Any]) -> tuple[str, float]:

@@ -40,7 +40,7 @@ RATIOS = (0.1, 0.3, 0.5, 0.7)
 """p of figure 14."""
 
 SIDES = ("QK", "VW_L")
-"""What is compressed alone in figure 14."""
+"""Sides that are compressed alone in figure 14."""
 
 PROCESSES = (2, 4, 8)
 AT = 0.3
@@ -198,7 +198,7 @@ def _lost(
 
 @torch.inference_mode()
 def attention_output(network: CompressibleModel, index: int, text: Tensor, states: Tensor) -> Tensor:
-    """What a layer's attention puts out for hidden states [batch_size, seq_len, hidden_size] of tokens, behind W_o."""
+    """Output of a layer's attention for hidden states [batch_size, seq_len, hidden_size] of tokens, behind W_o."""
     kept: list[Tensor] = []
     module = network.family.attention_module(network.model, index)
     handle = module.register_forward_hook(lambda _, inputs, output: kept.append(output[0]))

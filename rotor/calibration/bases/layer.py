@@ -14,7 +14,7 @@ from ...numerics import one_thread
 from ...recipe.basis_methods import QK_METHODS, VO_METHODS
 from ..information import LayerFisher
 from ..moments import LayerStatistics, moments_bytes, vector_names
-from . import fisher, identity, kq, palu, svd
+from . import fisher, kq, palu, svd
 from .method import Inputs
 
 Method = Callable[[Inputs], BasisPair]
@@ -25,7 +25,6 @@ KEY_BASES: dict[str, Method] = {
     "kq": kq.of_keys,
     "fisher": fisher.of_keys,
     "palu": palu.of_key_projection,
-    "identity": identity.of_keys,
 }
 """Functions of the methods of `bases.qk`, by the names of `recipe/basis_methods.py`, which says what they do."""
 
@@ -36,7 +35,6 @@ VALUE_BASES: dict[str, Method] = {
     "kq-output": kq.of_outputs,
     "fisher": fisher.of_values,
     "palu": palu.of_value_projection,
-    "identity": identity.of_values,
 }
 """Functions of the methods of `bases.vo`."""
 

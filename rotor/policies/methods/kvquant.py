@@ -60,6 +60,7 @@ class KVQuant(FittedQuantiser):
     """
 
     method: ClassVar[str] = "kvquant"
+    needs_gradients: ClassVar[bool] = True
     bits: Annotated[int, Expect((4, 3, 2).__contains__, "one of 4, 3, 2")] = 4
     outliers: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     first: NonNegativeInt = 1
@@ -78,6 +79,8 @@ class KVQuant(FittedQuantiser):
         return Stream(keys, first=self.first), Stream(values, first=self.first)
 
     def fit_layer(self, sample: LayerSample) -> LayerLevels:
+        assert sample.key_gradients is not None
+        assert sample.value_gradients is not None
         sides = sample.keys, sample.values, sample.key_gradients, sample.value_gradients
         keys, values, key_weights, value_weights = (part[:, self.first :].flatten(0, 1).double() for part in sides)
         ordered = keys.sort(0).values

@@ -96,14 +96,14 @@ class Accuracy:
             info["metric"],
             info["target"],
             measured,
-            {split: base for split, base in info.get("base", {}).items() if base},
-            info.get("left_out", {}),
-            info.get("data"),
+            {split: base for split, base in info["base"].items() if base},
+            info["left_out"],
+            info["data"],
             info["data_sha256"],
-            tuple(info.get("excluded_documents", ())),
-            info.get("documents", {}),
-            info.get("table"),
-            info.get("not_measured", "" if "report" in measured else "nobody says why"),
+            tuple(info["excluded_documents"]),
+            info["documents"],
+            info["table"],
+            info.get("not_measured", ""),
         )
 
     def to_dict(self) -> AccuracyInfo:

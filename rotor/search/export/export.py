@@ -153,8 +153,8 @@ def _write(
         source_info: SourceInfo = {
             "name": source["name"],
             "path": source["path"],
-            "hub_id": source.get("hub_id"),
-            "revision": source.get("revision"),
+            "hub_id": source["hub_id"],
+            "revision": source["revision"],
             "shards": source["shards"],
             "sizes": {file: checkpoint.bytes_of(file) for file in source["shards"]},
         }
@@ -234,9 +234,7 @@ def _report(
     """The content of rotor.json."""
     source, info = job.run.info["model"], job.run.info
     place = job.out.path.resolve()  # paths from inside it, so that the folders can be moved together
-    kept = {
-        key: source[key] for key in ("name", "hub_id", "revision", "shards", "files", "state_bytes") if key in source
-    }
+    kept = {key: source[key] for key in ("name", "hub_id", "revision", "shards", "files", "state_bytes")}
     kept |= {"path": os.path.relpath(job.checkpoint.folder.resolve(), place)}
     kept |= {"base_model": job.request.base_model} if job.request.base_model else {}
     kept |= {"card": card} if (card := repeated_metadata(job.checkpoint.folder)) else {}

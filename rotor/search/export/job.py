@@ -61,7 +61,6 @@ class ExportJob:
                 policy.method,
             )
             recipe = replace(recipe, exact=Exact())
-        _check_element_bytes(opened, checkpoint)
         tokens = context_tokens(checkpoint.config, request.context)
         warnings = [block_warning(opened.form, recipe.exact.tokens)]
         if request.accuracy is not None:
@@ -110,7 +109,7 @@ class ExportJob:
     @property
     def _recorded(self) -> dict[str, str]:
         model = self.run.info["model"]
-        return {**model["shards"], **model.get("files", {})}
+        return {**model["shards"], **model["files"]}
 
     def check_unchanged(self, file: str) -> None:
         """Raises CheckpointError if a file of the run's model is not the one that was calibrated."""
@@ -119,17 +118,6 @@ class ExportJob:
             raise CheckpointError(
                 f"{self.checkpoint.folder / file}: changed since calibration.", "Calibrate again, or restore the file."
             )
-
-
-def _check_element_bytes(run: Run, checkpoint: Checkpoint) -> None:
-    """Raises CheckpointError where the run counts the uncompressed cache in another dtype than the served one."""
-    counted, expected = run.info["element_bytes"], checkpoint.dtype.itemsize
-    if counted != expected:
-        raise CheckpointError(
-            f"{run.folder / 'run.json'}: counts {counted} bytes for a number of the uncompressed cache, expected "
-            f"{expected} ({str(checkpoint.dtype).removeprefix('torch.')}, by the model's config.json).",
-            "Calibrate again: earlier versions of rotor took the dtype of the calibration for that of the cache.",
-        )
 
 
 def _beyond_calibration(run: Run, recipe: Recipe, context: int) -> str:

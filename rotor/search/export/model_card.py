@@ -117,7 +117,7 @@ def _sizes_in_words(report: CheckpointInfo, layouts: Sequence[LayerLayout]) -> s
 
 def _break_even(held: SequenceInfo) -> str:
     """From how many tokens on a cache is smaller, where short ones are not."""
-    smaller = held.get("smaller_from")
+    smaller = held["smaller_from"]
     if smaller is None:
         return f"\nSequences of up to {held['tokens']:,} tokens take no less than without rotor."
     return f"\nSequences of fewer than {smaller:,} tokens take more than without rotor." if smaller > 1 else ""
@@ -149,7 +149,7 @@ def _texts(report: CheckpointInfo) -> str:
 
 
 def _states_row(report: CheckpointInfo) -> str:
-    size_bytes = report["source"].get("state_bytes")
+    size_bytes = report["source"]["state_bytes"]
     return f"| bytes of a sequence's other states, which stay as they are | {size_bytes:,} |\n" if size_bytes else ""
 
 

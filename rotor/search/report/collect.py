@@ -181,9 +181,7 @@ def collect_checkpoint(
     data.ranks = [sorted(layout.groups, key=lambda group: group.kv_heads) for layout in layouts]
     data.ranks_of = "of this checkpoint"
     size = report["kv_bytes_per_token"]
-    rows = CacheSize.of_layouts(layouts, shape, size["element_bytes"])
-    held = report.get("kv_bytes_of_sequence") or rows.of_sequence(LONG_CONTEXT)
-    _headline(data, chosen, size, held, report["source"])
+    _headline(data, chosen, size, report["kv_bytes_of_sequence"], report["source"])
     if isinstance(run, Run):  # which has other measured points, spectra and timings
         table = None if accuracy.table is None else RankTable.named(run, accuracy.table)
         point = next((p for p in table.points if p.ranks_json == report["ranks"]), None) if table else None
@@ -215,8 +213,8 @@ def _opened_run(folder: Path, recorded: str) -> Run | str:
 def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point | None) -> None:
     """Add facts, times, spectra and ranks from a run and the point that is shown."""
     info, shape = run.info, run.shape
-    data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info.get("stages", {}).items()]
-    tokens = info.get("tokens", {})
+    data.timings = [(stage, v["seconds"], v["peak_bytes"]) for stage, v in info["stages"].items()]
+    tokens = info["tokens"]
     data.facts = [
         ("model", f"{data.model} ({info['model'].get('model_type', 'unknown type')})"),
         (
@@ -225,8 +223,8 @@ def _add_run(data: ReportData, run: Run, table: RankTable | None, point: Point |
         ),
         *([("windows", _windows(shape))] if shape.windows else []),
         ("calibration tokens", f"{tokens.get('count')} {tokens.get('source')}, rows of {tokens.get('seq_len')}"),
-        ("calibrated on", f"{info.get('device')} in {info.get('dtype')}"),
-        ("versions", ", ".join(f"{k} {v}" for k, v in info.get("versions", {}).items())),
+        ("calibrated on", f"{info['device']} in {info['dtype']}"),
+        ("versions", ", ".join(f"{k} {v}" for k, v in info["versions"].items())),
     ]
     if table and table.base:
         split = "report" if "report" in table.base else "search"
@@ -308,5 +306,5 @@ def _headline(data: ReportData, point: Point, size: SizeInfo, held: SequenceInfo
     long = f"{in_bytes(held['before'])} → {in_bytes(held['after'])}"
     share = 100 * share_removed(held["before"], held["after"])
     data.sizes.append((f"KV cache at {held['tokens']:,} tokens", long, f"one sequence, {share:.1f} % less"))
-    if states := model.get("state_bytes"):
+    if states := model["state_bytes"]:
         data.sizes.append(("states beside the KV cache", in_bytes(states), "one sequence of any length, unchanged"))

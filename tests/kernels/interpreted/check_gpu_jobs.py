@@ -1,4 +1,4 @@
-"""What the jobs of `python artifacts/gpu` do, at sizes that Triton's interpreter runs; its times mean nothing."""
+"""Jobs of `python artifacts/gpu`, at sizes that Triton's interpreter runs; its times mean nothing."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def measure(study: StudyContext, tokens: int, policy: Policy | None = None) -> d
 
 @torch.inference_mode()
 def answers(study: StudyContext, prompt: LongPrompt, policy: Policy | None = None) -> list[tuple[bool, float]]:
-    """Of each question whether all tokens of its answer are the most likely ones, and its log-probability in nats."""
+    """Score the answers: whether all tokens of each are the most likely ones, and its log-probability in nats."""
     network = study.network
     model, device = network.model, network.device
     step = (policy.longest_step if policy is not None else None) or LONGEST_STEP
