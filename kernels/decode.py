@@ -18,7 +18,8 @@ its weight before values are summed: a product with a column of ones spreads its
 in its place is read as 1.
 
 Weights are relative to a reference, which is the largest logit of the first tile and is seldom moved: where a weight
-would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing.
+would overflow, and every few tiles (`MOVES`). So a tile asks for no maximum, and rescales nothing. Nor does it ask
+which keys are visible, unless a sequence begins or ends in it, or query rows differ in what they see.
 
 A tile is loaded twice, as [keys, columns] and as [columns, keys]: Triton then copies packed words to shared memory,
 reads them as operands of products (`ldmatrix`) and unpacks them in registers. The second are read after the softmax, so
@@ -45,8 +46,11 @@ UNSEEN = tl.constexpr(-1e20)
 weight 0; and far below every other logit."""
 
 
+MOST_HALF = tl.constexpr(2.0**12)
+"""A weight up to here is finite in float16, whatever scale of a key multiplies it: the largest is 2^3.5."""
+
 MOST = tl.constexpr(1e30)
-"""Above every sum of weights that are finite in float16."""
+"""A weight up to here is finite in other dtypes."""
 
 MOVES = 16
 """Tiles after which a reference moves at the latest, and what operands have too much is subtracted."""
@@ -77,20 +81,26 @@ def operands(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr)
 
     Words give CODED operands, as in `excess`. A tile of numbers is its only operand.
     """
-    if not CODED:
+    if CODED:
+        return unpacked(words.to(tl.uint16, bitcast=True), CODED, DTYPE, ASM)
+    else:
         return (words,)
-    words = words.to(tl.uint16, bitcast=True)
+
+
+@triton.jit
+def unpacked(words, CODED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Operands of words of codes."""
     if ASM:
         digits = tl.inline_asm_elementwise("{ prmt.b32 $3, $4, 0, 0x4341; and.b32 $1, $4, 0x00FF00FF; and.b32 $0, $4, 0x000F000F; and.b32 $2, $3, 0x000F000F; }", "=&r,=&r,=&r,=&r,r", [words], dtype=(tl.uint16, tl.uint16, tl.uint16, tl.uint16), is_pure=True, pack=2)  # fmt: skip  # noqa: E501
     else:
         low = (words & 0xFF).to(tl.uint16)
         high = (words >> 8).to(tl.uint16)
         digits = (low & 0xF, low, high & 0xF, high)
-    unpacked = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
-    unpacked += (as_number(digits[3], DTYPE),)
+    found = (as_number(digits[0], DTYPE), as_number(digits[1], DTYPE), as_number(digits[2], DTYPE))
+    found += (as_number(digits[3], DTYPE),)
     for j in tl.static_range(4, CODED):
-        unpacked += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
-    return unpacked
+        found += (as_number(crumb(digits[3] if j < 6 else digits[1], sixteenth(j), ASM), DTYPE),)
+    return found
 
 
 @triton.jit
@@ -98,6 +108,13 @@ def as_number(digits, DTYPE: tl.constexpr):
     """Digits in units of UNIT: reinterpreted as float16."""
     numbers = digits.to(tl.uint16).to(tl.float16, bitcast=True)
     return numbers if tl.float16 == DTYPE else numbers.to(DTYPE)
+
+
+@triton.jit
+def of_a_lane(number):
+    """A number that all lanes share, in a register of each: what is compared with it is then a predicate of each lane,
+    as copies need, and not one of the warp that is turned into one for each copy."""
+    return tl.inline_asm_elementwise("{ .reg .b32 none; mov.u32 none, %laneid; shr.u32 none, none, 5; add.s32 $0, $1, none; }", "=r,r", [number], dtype=tl.int32, is_pure=True, pack=1)  # fmt: skip  # noqa: E501
 
 
 @triton.jit
@@ -138,7 +155,8 @@ def rows_at(
     Codes always are finite, and pages always whole: there these keys are read.
     """
     start = tile * STEP
-    place = tl.arange(0, KEYS)
+    # By eights, so that the compiler sees that rows of a thread are constants apart.
+    place = tl.reshape(tl.arange(0, KEYS // 8)[:, None] * 8 + tl.arange(0, 8)[None, :], (KEYS,))
     WHOLE: tl.constexpr = CODED and KEYS == STEP and PAGE and PAGE % STEP == 0
     if not WHOLE:
         place = tl.minimum(tl.maximum(place, begin - start), tl.minimum(until - start, STEP) - 1)
@@ -222,6 +240,7 @@ def decode_kernel(
     VALUE_PARTS: tl.constexpr = (VALUE_COLUMNS + VALUE_PART - 1) // VALUE_PART
     WHOLE: tl.constexpr = VALUE_COLUMNS % VALUE_PART == 0
     CONSTANTS: tl.constexpr = 2 if SCALED else 1
+    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
     # Arguments in units of elements, and indices that all tiles share.
     program = tl.program_id(0)
     key += key_start * KEY_ALIGN
@@ -237,9 +256,14 @@ def decode_kernel(
     token = row // (HEADS * PER_HEAD)
     head = row % (HEADS * PER_HEAD)
     ones = tl.full((16, KEYS), 1.0, DTYPE)
-    # Logits are in units of 1 / `factor` before they meet the softmax.
+    # Logits are in units of 1 / `factor` before they meet the softmax. Where a key has a scale, this is multiplied by
+    # `factor`, also as it weighs values: the reference is higher by `unit`, so that weights are as much smaller.
     factor = scale / UNIT if CODED else scale
+    unit = 0.0
+    most = MOST_HALF if tl.float16 == DTYPE else MOST
     if SCALED:
+        unit = tl.log2(factor)
+        most /= factor
         # Spreads what is in the scale's place over all query rows.
         spread = tl.where((column == 0)[:, None], 1.0, tl.zeros((PART, ROWS), tl.float32)).to(DTYPE)
 
@@ -260,6 +284,8 @@ def decode_kernel(
         position += tile_1 - tile_0
         tile_0 += b // STEP
         tile_1 += b // STEP
+        if ASM:
+            tile_1 = of_a_lane(tile_1)
         width = tl.load(table + group * 8)
         keys = key + tl.load(table + group * 8 + 1) * KEY_ALIGN
         value_width = tl.load(table + group * 8 + 2)
@@ -292,6 +318,10 @@ def decode_kernel(
             q_group = (sequence.to(tl.int64) * max_blocks * groups + group) * LIVE
             q_block = groups * LIVE
             q_row = row[None, :] * (OPERANDS * COLUMNS) + column[:, None]
+            if BLOCK > 0:
+                block = q_group + (tile_0 * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
+                block_constant = constant + CONSTANTS * block
+                block_query = query + block * (OPERANDS * COLUMNS)
             if BLOCK == 0:
                 queries = ()
                 for i in tl.static_range(PARTS):
@@ -356,27 +386,37 @@ def decode_kernel(
                     bits = mask + new.to(tl.int64) * mask_stride + start + place
                     visible &= tl.load(bits, mask=read, other=1) != 0
                 visible = visible[:, None]
-            # Queries and constants of the tile's block.
+            # Queries and constants of the tile's block, and where those of the next tile are.
             if BLOCK > 0:
-                block = q_group + (tile * STEP // BLOCK - b // BLOCK).to(tl.int64) * q_block
-                c = of_rows(constant + CONSTANTS * block + row, live, ROWS == LIVE)  # [ROWS]
+                c = of_rows(block_constant + row, live, ROWS == LIVE)  # [ROWS]
                 scaled_c = c
                 if SCALED:
-                    scaled_c = of_rows(constant + CONSTANTS * block + LIVE + row, live, ROWS == LIVE)  # [ROWS]
+                    scaled_c = of_rows(block_constant + LIVE + row, live, ROWS == LIVE)  # [ROWS]
                 queries = ()
                 for i in tl.static_range(PARTS):
                     for j in tl.static_range(OPERANDS):
-                        pointers = query + block * (OPERANDS * COLUMNS) + (j * COLUMNS + i * PART) + q_row
+                        pointers = block_query + (j * COLUMNS + i * PART) + q_row
                         queries += (of_rows(pointers, live[None, :], ROWS == LIVE),)  # [PART, ROWS]
+                if BLOCK == STEP:
+                    passed = q_block
+                else:
+                    passed = tl.where((tile + 1) * STEP % BLOCK == 0, q_block, 0)
+                block_constant += CONSTANTS * passed
+                block_query += passed * (OPERANDS * COLUMNS)
             # Logits and scales, [KEYS, ROWS]. What is added to all logits of a row stays apart.
-            logits = logits_of_tile(z, queries, scaled_c, visible, KEYS, ROWS, CODED, SCALED, SOFTCAP, PRECISION)
+            logits = logits_of_tile(z, queries, scaled_c, KEYS, ROWS, SCALED, PRECISION)
+            if not SOFTCAP:  # which would lift hidden keys
+                partly = (start < b) | (start + STEP > u)  # a sequence begins or ends in this tile
+                if TOKENS > 1 or MASK or KEYS > STEP:
+                    partly = True
+                if partly:
+                    logits = tl.where(visible, logits, HIDDEN)
             scales = 1.0
             if SCALED:
                 # A product with a column of ones gives each thread the nibbles of its keys, for its query rows.
                 of_key = tl.dot(z[0], spread, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION)
-                of_pair = scales_of_pairs(of_key, KEYS, ROWS)
-                scales = both_of_pairs(of_pair, KEYS, ROWS)
-                logits = logits * both_of_pairs(of_pair * factor, KEYS, ROWS)
+                scales = scales_of_keys(of_key, unit, KEYS, ROWS)
+                logits = logits * scales
             else:
                 logits = logits * factor
             added_to_all = tl.zeros((ROWS,), tl.float32)
@@ -389,24 +429,21 @@ def decode_kernel(
             elif CONSTANT:
                 added_to_all = c
             # Softmax: weights relative to the reference. An overflow shows in their sums.
-            weights, rounded, sums = softmax_of_tile(
-                logits, added_to_all - reference, scales, ones, since_move, DTYPE, PRECISION
-            )
+            sums, rounded = softmax_of_tile(logits, added_to_all - reference, scales, SPREAD, DTYPE)
             # Seldom: take the largest logit of the tile as the reference, and weigh what was summed by it anew.
-            if (tl.max(tl.max(sums, 0), 0) > MOST) | (tile % MOVE == MOVE - 1):
-                higher = tl.maximum(reference, tl.max(logits, 0) + added_to_all)
+            if (largest(sums) > most) | (tile % MOVE == MOVE - 1):
+                higher = tl.maximum(reference, tl.max(logits, 0) + (added_to_all + unit))
                 shrink = tl.exp2(reference - higher)
                 weight_since = tl.max(since_move, 0)
                 weighted = settled(weighted, weight_since, shrink, CODED)
                 before_move = (before_move + weight_since) * shrink
                 total_weight = total_weight * shrink[None, :]
+                since_move = tl.zeros((16, ROWS), tl.float32)
                 reference = higher
-                weights, rounded, sums = softmax_of_tile(
-                    logits, added_to_all - reference, scales, ones, tl.zeros((16, ROWS), tl.float32), DTYPE, PRECISION
-                )
-            since_move = sums
+                sums, rounded = softmax_of_tile(logits, added_to_all - reference, scales, SPREAD, DTYPE)
             if SCALED:
-                total_weight += tl.sum(tl.reshape(weights, (KEYS // SPREAD, SPREAD, ROWS)), 0)
+                total_weight += sums
+            since_move = tl.dot(ones, rounded, since_move, input_precision=PRECISION)
             # Values: the same words again, as [columns, keys], times the weights. What operands have too much stays in
             # the sums, and is taken out by `settled`.
             added = ()
@@ -426,6 +463,7 @@ def decode_kernel(
         weighted = settled(weighted, weight_since, tl.full((ROWS,), 1.0, tl.float32), CODED)
         total_scaled = before_move + weight_since
         sums_of_rows = tl.where(seen, tl.sum(total_weight, 0) if SCALED else total_scaled, 1.0)
+        share = 1.0 / (sums_of_rows * (scale if SCALED else UNIT if CODED else 1.0))
         out = partial + slot.to(tl.int64) * (LIVE * OPERANDS * VALUE_COLUMNS)
         out += row[None, :] * (OPERANDS * VALUE_COLUMNS) + value_column[:, None]
         for i in tl.static_range(VALUE_PARTS):
@@ -433,61 +471,54 @@ def decode_kernel(
                 result = weighted[i * OPERANDS + j]
                 if CODED and sixteenth(j):
                     result = (result - weighted[i * OPERANDS + j - 1] if j < 4 else result) * 0.0625
-                if CODED:
-                    result = result / UNIT
                 if SCALED and j == 0 and i == 0:
-                    result = tl.where((value_column == 0)[:, None], total_scaled[None, :], result)
+                    result = tl.where((value_column == 0)[:, None], (total_scaled * UNIT)[None, :], result)
                 stored = (
                     live[None, :] if WHOLE else live[None, :] & (i * VALUE_PART + value_column < VALUE_COLUMNS)[:, None]
                 )
-                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result / sums_of_rows[None, :], mask=stored)
+                tl.store(out + j * VALUE_COLUMNS + i * VALUE_PART, result * share[None, :], mask=stored)
         log_sums = tl.where(seen, reference + tl.log2(sums_of_rows), NEG_INF)
         tl.store(partial_lse + slot * LIVE + row, log_sums, mask=live)
 
 
 @triton.jit
 def logits_of_tile(
-    z, queries, scaled_c, visible, KEYS: tl.constexpr, ROWS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr,
-    SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    z, queries, scaled_c, KEYS: tl.constexpr, ROWS: tl.constexpr, SCALED: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Latents times absorbed queries, [KEYS, ROWS] in digits; of hidden keys far below all others (not with a soft cap,
-    which is to come before).
+    """Latents times absorbed queries, [KEYS, ROWS] in digits.
 
     z: operands, [KEYS, PART] each. queries: of each, [PART, ROWS]. scaled_c: what scales multiply, [ROWS].
     """
-    HIDDEN: tl.constexpr = NEG_INF * UNIT if CODED else NEG_INF
     logits = tl.zeros((KEYS, ROWS), tl.float32)
     if SCALED:
-        logits += scaled_c[None, :]
-    if not SOFTCAP:
-        logits = tl.where(visible, logits, HIDDEN)
-    # Hidden keys begin so low that products do not lift them to where others are.
+        logits = tl.broadcast_to(scaled_c[None, :], (KEYS, ROWS))
     for i in tl.static_range(len(z)):
         logits = tl.dot(z[i], queries[i], logits, input_precision=PRECISION)
     return logits
 
 
 @triton.jit
-def scales_of_pairs(nibbles, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """The scales of keys by their nibbles, [KEYS, ROWS] of which all in a row are equal; [KEYS, ROWS // 2]: one for two
-    query rows, as a thread has them."""
+def scales_of_keys(nibbles, unit, KEYS: tl.constexpr, ROWS: tl.constexpr):
+    """The scales of keys by their nibbles, times 2^unit, [KEYS, ROWS] of which all in a row are equal: one is computed
+    for two query rows, as a thread has them."""
     pairs = tl.split(tl.reshape(nibbles, (KEYS, ROWS // 2, 2)))
-    return tl.exp2(pairs[0] * (0.5 / UNIT) - 4.0)
+    scales = tl.exp2(pairs[0] * (0.5 / UNIT) + (unit - 4.0))
+    return tl.reshape(tl.join(scales, scales), (KEYS, ROWS))
 
 
 @triton.jit
-def both_of_pairs(numbers, KEYS: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers of pairs of query rows, [KEYS, ROWS // 2], for both of each: [KEYS, ROWS]."""
-    return tl.reshape(tl.join(numbers, numbers), (KEYS, ROWS))
-
-
-@triton.jit
-def softmax_of_tile(logits, more, scales, ones, sums, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Weights 2^(logits + more), [KEYS, ROWS]; these times scales, in DTYPE; and `sums`, [16, ROWS], with theirs, which
-    are infinite where one is beyond DTYPE."""
+def softmax_of_tile(logits, more, scales, SPREAD: tl.constexpr, DTYPE: tl.constexpr):
+    """Weights 2^(logits + more), [KEYS, ROWS], summed to [SPREAD, ROWS]; and these times scales, [KEYS, ROWS], in
+    DTYPE."""
     weights = tl.exp2(logits + more[None, :])
-    rounded = (weights * scales).to(DTYPE)
-    return weights, rounded, tl.dot(ones, rounded, sums, input_precision=PRECISION)
+    sums = tl.sum(tl.reshape(weights, (logits.shape[0] // SPREAD, SPREAD, logits.shape[1])), 0)
+    return sums, (weights * scales).to(DTYPE)
+
+
+@triton.jit
+def largest(sums):
+    """The largest of sums that are not negative: as integers, which take one instruction for a warp."""
+    return tl.max(sums.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

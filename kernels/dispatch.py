@@ -154,7 +154,7 @@ def slices_per_sm(layout: LayerLayout, tile: Tile) -> int:
 
 def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
     """The tile of decoding on all architectures: one warp takes 64 keys; two share them where rows are wide and query
-    rows many."""
+    rows many. Tiles are loaded two ahead where shared memory then still holds all programs that registers let in."""
     rows = max(8, _power(query_rows))
     widest = max(max(group.key.width, group.values.width) for group in layout.groups)
     work = widest // layout.operands * layout.word_nibbles * rows * (1 + layout.latents_per_group) // 2
@@ -162,7 +162,7 @@ def decode_tile(layout: LayerLayout, query_rows: int) -> Tile:
         return Tile(64, 2, 2) if work <= 1024 else Tile(32, 4 if work <= 8192 else 8, 2)
     if work > 3072 or widest > 256:
         return Tile(64, 2, 2)
-    return Tile(64, 1, 3) if layout.joint else Tile(32, 1, 2)
+    return Tile(64, 1, 3 if widest <= 128 else 2) if layout.joint else Tile(32, 1, 2)
 
 
 def _power(number: int) -> int:

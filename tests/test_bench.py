@@ -47,21 +47,25 @@ def test_every_row_of_a_cpu_is_measured_and_the_others_say_why(folder: Path) -> 
     assert (report["device"]["type"], report["command"]) == ("cpu", "rotor bench")
     assert {"rotor", "torch", "transformers", "python"} <= set(report["versions"])
     assert report["commit"] is None or len(report["commit"].removesuffix("-dirty")) == 40
-    measured = {"rotor, PyTorch path", "SDPA"}
+    stock = {"SDPA", "SDPA flash"}
+    measured = {"rotor, PyTorch path", *stock}
     others = {f"{BASELINES[bits]}, widened by PyTorch" for bits in (8, 4)}
     assert {(r["phase"], r["row"]) for r in report["attention"]} == {
         *(("decode", row) for row in measured | others),
         *(("prefill", row) for row in measured),
     }
-    assert set(report["not_measured"]) == {"rotor, kernel"}
+    left_out = {f"SDPA cuDNN, {phase}" for phase in ("decode", "prefill")}
+    assert set(report["not_measured"]) == {"rotor, kernel", *left_out}
     assert "CUDA" in report["not_measured"]["rotor, kernel"]
+    for name in left_out:
+        assert report["not_measured"][name].startswith("PyTorch has none for this device, dtype or size (No viable")
     for record in report["attention"]:
         assert record["batch_size"] == 2
         assert record["seconds"]["low"] <= record["seconds"]["median"] <= record["seconds"]["high"]
         assert record["largest_error"] <= 1e-5
     for phase in ("decode", "prefill"):
-        stock = [r for r in report["attention"] if r["phase"] == phase and r["row"] == "SDPA"]
-        assert [r["over_uncompressed"] for r in stock] == [1.0]
+        over = {r["row"]: r["over_uncompressed"] for r in report["attention"] if r["phase"] == phase}
+        assert min(over[row] for row in stock) == 1.0
     json.dumps(report)
 
 
@@ -74,9 +78,28 @@ def test_a_step_with_exact_tokens_is_measured_whole_and_a_prompt_is_stock_attent
         for load in ((2, 1, 48), (2, 24, 24))
     )
     others = {f"{BASELINES[bits]}, widened by PyTorch" for bits in (8, 4)}
-    assert step.keys() == {"rotor, PyTorch path", "SDPA", *others}
-    assert prompt.keys() == {"SDPA"}
-    assert left_out.keys() == {"rotor, kernel", "rotor, prompts"}
+    assert step.keys() == {"rotor, PyTorch path", "SDPA", "SDPA flash", *others}
+    assert prompt.keys() == {"SDPA", "SDPA flash"}
+    assert left_out.keys() == {"rotor, kernel", "rotor, prompts", "SDPA cuDNN, decode", "SDPA cuDNN, prefill"}
+
+
+def test_a_back_end_of_stock_attention_is_the_only_one_that_runs() -> None:
+    def enabled() -> torch.Tensor:
+        flags = torch.backends.cuda
+        return torch.tensor([flags.flash_sdp_enabled(), flags.cudnn_sdp_enabled(), flags.math_sdp_enabled()])
+
+    before = enabled()
+    found = {name: attention.by_backend(enabled, backend)().tolist() for name, backend in attention.BACKENDS.items()}
+    assert found == {"SDPA flash": [True, False, False], "SDPA cuDNN": [False, True, False]}
+    assert torch.equal(enabled(), before)
+
+
+def test_a_device_without_memory_is_no_missing_back_end() -> None:
+    def call() -> torch.Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        attention.other_backends(call, "decode", {})
 
 
 @pytest.mark.parametrize(("bits", "part"), [(16, 4), (8, 2), (4, 1 + 0.5)])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu import arrived
 from gpu import runner as module
 from gpu.arguments import run_command
 from gpu.counters import parse
@@ -23,7 +24,7 @@ from gpu.session import run
 from gpu.summary import markdown
 from support.paths import ROOT
 
-from rotor.errors import UsageError
+from rotor.errors import NumericsError, UsageError
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
 
@@ -123,6 +124,24 @@ def test_without_a_gpu_it_says_what_would_run(tmp_path) -> None:
     assert (record["cuda"], record["job"]) == (False, "device")
     with pytest.raises(UsageError, match="--only x: no job"):
         run(out, 1.0, "", lambda line: None, ["x"])
+
+
+def test_rows_that_are_others_when_launches_hurry_are_an_error() -> None:
+    launched = iter(range(100))
+    steady, sometimes = (lambda: torch.zeros(2)), (lambda: torch.full((2,), float(next(launched) == 3)))
+    (record,) = arrived.compared("layout", [steady, steady], 10)
+    assert (record["launches"], record["different"]) == (10, 0)
+    found = arrived.compared("layout", [steady, sometimes], 10)
+    assert next(found)["different"] == 1
+    with pytest.raises(NumericsError, match="1 of 10 launches wrote other rows"):
+        next(found)
+
+
+def test_the_plan_begins_with_what_other_results_go_by(tmp_path) -> None:
+    names = [job.name for job in jobs(tmp_path / "out.jsonl")]
+    assert names[:7] == ["device", "arrivals", "compile", "correctness", "cuda", "times", "tests"]
+    (arrivals,) = (job for job in jobs(tmp_path / "out.jsonl") if job.name == "arrivals")
+    assert arrivals.tasks()[-1].name == "hurried"
 
 
 def test_ratios_are_to_the_fastest_at_16_bits_and_to_fp8() -> None:

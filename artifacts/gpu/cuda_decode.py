@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,8 @@ from rotor.tools.bench.attention import TOLERANCE, Call, kernel, relative_error
 
 from .count import count_layers
 from .loads import CUDA_ROWS, LOADS
-from .plan import ROOT, Record
+from .plan import Record
+from .sanitizer import under
 from .sass import Graph, Loop, disassemble, usage
 from .subjects import STEP, gpu_subjects
 from .times import cold_seconds, contiguous, copies, part_seconds
@@ -274,9 +274,8 @@ def timed(name: str, load: str, device: str = "cuda") -> Iterator[Record]:
 
 def races() -> Iterator[Record]:
     """Hazards in shared memory by compute-sanitizer, in small launches for rows of each size."""
-    call = ["compute-sanitizer", "--tool", "racecheck", sys.executable, "-m", __name__]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT)
-    yield {"hazards": hazards(done.stdout + done.stderr), "output": done.stdout[-3000:]}
+    output = under("racecheck", __name__)
+    yield {"hazards": hazards(output), "output": output[-3000:]}
 
 
 def hazards(text: str) -> int:

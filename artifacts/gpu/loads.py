@@ -29,3 +29,6 @@ FLASH_ROWS = {16: "Triton flash-decoding", 8: "Triton, fp8 (e4m3)", 4: "Triton, 
 
 CUDA_ROWS = {"llama3-8b-64x2": 64, "llama3-8b-128x2": 128, "llama3-8b-256x2": 256}
 """Layouts that the study in CUDA C++ reads, and bytes of a group's row; see `cuda_decode`."""
+
+APPENDED_TOGETHER = ("llama3-8b-128x2", "llama3-8b-128x4", "smollm2-64x3")
+"""Layouts whose groups several programs append, see `arrived`."""

@@ -1,4 +1,10 @@
-"""Plan of `python artifacts/gpu`: its parts in order, and the time that each may take."""
+"""Plan of `python artifacts/gpu`: its parts in order, and the time that each may take.
+
+First what would make other results worthless: rows that programs of a launch make together, by compute-sanitizer.
+Then what nobody has timed: each layout beside float64, the study in CUDA C++ with racecheck, and times, among them
+those of queries that are absorbed in parts of 24 MB. Then the tests; then tiles, whole models, and what may be left
+out.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ from rotor.checkpoint.kernel_config import ARCHITECTURES
 from rotor.tools.bench.tuning import launches
 
 from .absorbing import ways_to_absorb
-from .loads import CUDA_ROWS, FLASH_ROWS, LOADS, PROMPT
+from .loads import APPENDED_TOGETHER, CUDA_ROWS, FLASH_ROWS, LOADS, PROMPT
 from .subjects import gpu_subjects, model_of
 
 Record = JsonObject
@@ -72,11 +78,16 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
     checkout = lambda: needs_checkout() or needs_module("pytest")  # noqa: E731
     return [
         Job(DEVICE, "clocks, versions; rates of memory and tensor cores", 2, _device),
+        Job("arrivals", "rows that the last of several programs codes, hurried and by compute-sanitizer", 35,
+            _arrivals, at_once=CORES),
         Job("compile", "every kernel that is timed, on all cores", 45, lambda: _compile(names), at_once=CORES),
         Job("correctness", "a step of each layout in bfloat16 beside float64", 25, _correctness, at_once=CORES,
             missing=checkout),
+        Job("cuda", "the study in CUDA C++: hazards, and its decode beside Triton's", 40, _cuda, flexible=True,
+            missing=lambda: needs_program("nvcc")),
         Job("times", "attention of each layout at each load beside SDPA, cold caches", 45, lambda: _times(names),
             flexible=True),
+        Job("tests", "the other tests marked gpu", 60, _tests, at_once=CORES, flexible=True, missing=checkout),
         Job("tiles", "every tile that is tried, compiled on all cores", 65, lambda: _tiles(names), at_once=CORES,
             flexible=True),
         Job("tune", "steps of each layout by tile, programs on an SM, and how queries are absorbed", 45,
@@ -84,14 +95,11 @@ def jobs(out: Path, layouts: Sequence[str] = ()) -> list[Job]:
         Job("model", "an 8B with random weights, decoding, as a CUDA graph", 50, _model, flexible=True),
         Job("counters", "instructions, pipes and stalls of kernels", 35, lambda: _counters(out),
             missing=lambda: needs_program("ncu")),
-        Job("carried", "a real model: calibrated, exported, generating", 150, lambda: _carried(out), flexible=True,
-            missing=needs_carried),
-        Job("cuda", "the study in CUDA C++: hazards, and its decode beside Triton's", 40, _cuda, flexible=True,
-            missing=lambda: needs_program("nvcc")),
-        Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
         Job("sanitizer", "small launches of every kernel by compute-sanitizer", 60, _sanitizer,
             missing=lambda: needs_program("compute-sanitizer")),
-        Job("tests", "the other tests marked gpu", 60, _tests, at_once=CORES, flexible=True, missing=checkout),
+        Job("carried", "a real model: calibrated, exported, generating", 150, lambda: _carried(out), flexible=True,
+            missing=needs_carried),
+        Job("compiled", "the 8B with fewer layers by torch.compile", 60, _compiled, flexible=True),
     ]  # fmt: skip
 
 
@@ -117,6 +125,13 @@ DESCRIBE = Task("describe", "device:describe", limit_s=90)
 
 def _device() -> list[Task]:
     return [Task("rates", "device:rates")]
+
+
+def _arrivals() -> list[Task]:
+    """The tools of compute-sanitizer where it is, and launches without it."""
+    tools = () if needs_program("compute-sanitizer") else ("memcheck", "synccheck")
+    checked = [Task(tool, "arrived:sanitized", {"tool": tool}, 60) for tool in tools]
+    return [*checked, Task("hurried", "arrived:hurried", {"names": [*APPENDED_TOGETHER]}, 60)]
 
 
 def _compile(names: list[str]) -> list[Task]:

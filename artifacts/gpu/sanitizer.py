@@ -18,11 +18,18 @@ SMALL = {"8 x 32K": [200] * 3, RAGGED: [5, 130, 64], PROMPT: [80]}
 
 
 def check(names: list[str]) -> Iterator[Record]:
-    """Errors in the launches of some subjects. Tensors are allocated one by one, so that each has bounds."""
-    call = ["compute-sanitizer", "--tool", "memcheck", sys.executable, "-m", __name__, *names]
+    """Errors in the launches of some subjects."""
+    output = under("memcheck", __name__, *names)
+    yield {"sanitizer": errors(output), "layouts": names, "output": _found(output)}
+
+
+def under(tool: str, module: str, *arguments: str) -> str:
+    """What a tool of compute-sanitizer says of a module that runs as a program. Tensors are allocated one by one, so
+    that each has bounds."""
+    call = ["compute-sanitizer", "--tool", tool, sys.executable, "-m", module, *arguments]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(call, capture_output=True, text=True, cwd=ROOT, env=environment)
-    yield {"sanitizer": errors(done.stdout + done.stderr), "layouts": names, "output": _found(done.stdout)}
+    return done.stdout + done.stderr
 
 
 def errors(text: str) -> int:

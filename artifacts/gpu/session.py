@@ -83,7 +83,7 @@ def _import() -> None:
     Whatever asks here whether there is a GPU must not begin to use it, which a forked process could not go on with.
     """
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    from . import carried, counters, device, model, sanitizer, testing, tiles, times  # noqa: F401
+    from . import arrived, carried, counters, device, model, sanitizer, testing, tiles, times  # noqa: F401
 
     with suppress(ImportError):
         import_module("pytest")

@@ -182,7 +182,16 @@ def _counters(records: list[Record]) -> str:
 
 
 def _sanitizer(records: list[Record]) -> str:
-    lines = [f"compute-sanitizer: {record['sanitizer']} error(s)" for record in records if "sanitizer" in record]
+    lines = [
+        f"compute-sanitizer, {record['job']}, {record['task']}: {record['sanitizer']} error(s)"
+        for record in records
+        if "sanitizer" in record
+    ]
+    lines += [
+        f"{record['layout']}, {record['row']}: {record['different']} of {record['launches']} launches differ"
+        for record in records
+        if "different" in record
+    ]
     lines += [f"racecheck, CUDA C++: {record['hazards']} hazard(s)" for record in records if "hazards" in record]
     return "\n".join(lines)
 

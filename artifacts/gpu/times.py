@@ -16,7 +16,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
 from rotor.calibration.prediction.devices import Device, bundled_devices
@@ -26,9 +25,11 @@ from rotor.kernels.attention import attend_pages, ranges_of_pages
 from rotor.kernels.dispatch import default_layer
 from rotor.kernels.launch import capability_of
 from rotor.tools.bench.attention import (
+    BACKENDS,
     TOLERANCE,
     Call,
     Problem,
+    by_backend,
     kernel,
     random_problem,
     relative_error,
@@ -58,8 +59,6 @@ L2_BYTES = 24 << 20
 """Absorbed queries of a part of a batch that may stay in L2 until they are read."""
 
 REPLAYS = 12
-
-BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
 
 CHECKED = ("1 x 32K", "1 x 128K")
 """Loads at which attention is compared with float64."""
@@ -299,8 +298,7 @@ def stock(name: str, load: str, device: str = "cuda", size: tuple[int, int, int]
     for row, backend in BACKENDS.items():
         about = {"layout": f"{name}, uncompressed", "load": load, "row": row, "cache_bytes": cache_bytes}
         try:
-            with sdpa_kernel(backend):
-                yield {**about, "seconds": cold_seconds(calls, where)}
+            yield {**about, "seconds": cold_seconds([by_backend(call, backend) for call in calls], where)}
         except RuntimeError as error:  # a back end that does not take this problem
             yield {**about, "error": " ".join(str(error).split())[:300]}
             if isinstance(error, torch.AcceleratorError):

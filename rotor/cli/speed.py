@@ -53,8 +53,9 @@ def compile_kernels(folder: Path, output: OutputOptions, arch: str = "sm_90") ->
 def bench(request: BenchRequest, output: OutputOptions) -> None:
     """Measure attention and generation of a checkpoint beside other caches and the source model.
 
-    Other caches, in a decode step: 16 bits, fp8 with one scale, 4 bits with scales a token and head; ratios are over
-    the fastest at 16 bits. Every row of attention is compared with float64 first; if one is wrong, nothing is
+    Other caches, in a decode step: 16 bits, fp8 with one scale, 4 bits with scales a token and head. PyTorch's own
+    attention by the back end that it chooses, by flash and by cuDNN, where the device has them; ratios are over the
+    fastest at 16 bits. Every row of attention is compared with float64 first; if one is wrong, nothing is
     reported. Without a GPU only what a CPU runs is measured: the Triton kernels are listed as not measured, and caches
     of fp8 and 4 bits are widened by PyTorch at each step, which says nothing of a server's kernel.
     """

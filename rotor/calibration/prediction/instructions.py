@@ -12,7 +12,7 @@ from functools import lru_cache
 from ...checkpoint.layout import AttentionShape, GroupLayout, LayerLayout
 from ...checkpoint.rows import WORD_NIBBLES, CodedRow, Row
 
-DECODING = {64: 9.1, 128: 12.5, 256: 18.7, 512: 31.1}
+DECODING = {64: 7.9, 128: 10.8, 256: 16.7, 512: 29.9}
 """Instructions of decoding a key of a group by the nibbles, or numbers, of its row, for up to 8 query rows (sm_90)."""
 
 MORE_ROWS = 0.3
@@ -21,7 +21,7 @@ MORE_ROWS = 0.3
 ABSORBING = {64: 0.39, 128: 0.45, 256: 0.6, 512: 0.93}
 """Instructions of absorbing a query head once in 64 positions, a key (sm_90)."""
 
-SPLIT_LANE = 0.16
+SPLIT_LANE = 0.2
 """Share of instructions that a split lane adds."""
 
 

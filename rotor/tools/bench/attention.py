@@ -1,7 +1,7 @@
 """Attention of compressed layers beside PyTorch's on the uncompressed cache: every row is checked, then timed.
 
 Rows, on random inputs: rotor's kernel and its path in plain PyTorch, and PyTorch's SDPA on keys and values of full
-width.
+width, by the back end that PyTorch chooses and by each that it may be told to take.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from ...checkpoint.kernel_config import LayerKernels
@@ -41,7 +42,11 @@ FLUSH_BYTES = 1 << 27
 """Read before each timed call on a CPU, several times its caches."""
 
 SDPA = "SDPA"
-UNCOMPRESSED = SDPA, f"{BASELINES[16]}, Triton"
+
+BACKENDS = {"SDPA flash": SDPBackend.FLASH_ATTENTION, "SDPA cuDNN": SDPBackend.CUDNN_ATTENTION}
+"""Back ends of SDPA that are measured beside the one that PyTorch chooses, which is not always the fastest."""
+
+UNCOMPRESSED = SDPA, *BACKENDS, f"{BASELINES[16]}, Triton"
 """Rows of the uncompressed cache at 16 bits, beside the fastest of which all rows are set."""
 
 
@@ -239,6 +244,33 @@ def sdpa(query: Tensor, key: Tensor, value: Tensor) -> Call:
     return run
 
 
+def by_backend(call: Call, backend: SDPBackend) -> Call:
+    """A call in which SDPA takes this back end, and no other: a RuntimeError where that has no kernel for the call."""
+
+    def run() -> Tensor:
+        with sdpa_kernel(backend):
+            return call()
+
+    return run
+
+
+def other_backends(chosen: Call, phase: str, left_out: dict[str, str]) -> dict[str, Call]:
+    """The same attention by each of BACKENDS that runs; why the others do not is in `left_out`."""
+    rows = {}
+    for name, backend in BACKENDS.items():
+        call = by_backend(chosen, backend)
+        try:
+            call()
+        except (torch.AcceleratorError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            reason = str(error).strip().partition(". ")[0]
+            left_out[f"{name}, {phase}"] = f"PyTorch has none for this device, dtype or size ({reason})"
+        else:
+            rows[name] = call
+    return rows
+
+
 def uncompressed_heads(
     shape: AttentionShape, batch_size: int, seq_len: int, kv_len: int, dtype: torch.dtype, generator: torch.Generator
 ) -> list[Tensor]:
@@ -273,11 +305,14 @@ def bench_layer(
         else:
             left_out["rotor, kernel"] = "the Triton kernels need a CUDA device, and sizes and a dtype that they have"
         rows["rotor, PyTorch path"] = pytorch_path(problem), compressed
-    rows[SDPA] = sdpa(query, key, value), sdpa(*last)()
+    stock, expected = sdpa(query, key, value), sdpa(*last)()
+    rows[SDPA] = stock, expected
+    for name, call in other_backends(stock, "decode" if load[1] == 1 else "prefill", left_out).items():
+        rows[name] = call, expected
     rows |= _baselines(shape, load, dtype, generator, left_out)
     errors = {}
-    for name, (call, expected) in rows.items():
-        errors[name] = relative_error(call(), expected)
+    for name, (call, unrounded) in rows.items():
+        errors[name] = relative_error(call(), unrounded)
         if not errors[name] <= TOLERANCE[dtype]:  # NaN is no number below it
             raise NumericsError(
                 f"benchmark row {name!r}, {load[1]} of {load[2]} tokens: relative error {errors[name]:.3g} against "

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu import absorbing, counters, model, tiles, times
+from gpu import absorbing, arrived, counters, model, tiles, times
 from gpu.loads import PROMPT, RAGGED
 from gpu.subjects import with_exact
 from gpu.summary import markdown, tuned
@@ -105,3 +105,15 @@ def test_a_model_decodes(monkeypatch) -> None:
         assert found[0]["cache_bytes"] == 40 * (2 * 2 * 32 if name == model.UNCOMPRESSED else 16)
         assert found[1]["finite"]
         assert found[0]["tokens_per_s"] > 0
+
+
+def test_rows_that_several_programs_append_are_those_of_each_input() -> None:
+    """In the interpreter programs come one after the other, so that none reads too early."""
+    layout = LayerLayout((GroupLayout((0,), CodedRow(n4=95, scaled=True), None),), 16)
+    subject = Subject("wide", 1, layout, default_layer(layout), SHAPE, torch.float16)
+    calls = arrived.appends(subject, 2, torch.device("cpu"))[:2]
+    (record,) = arrived.compared("wide", calls, 2)
+    assert record["different"] == 0
+    rows = [call() for call in calls]
+    assert rows[0].shape == (1, 1, 2, 48)
+    assert not torch.equal(rows[0], rows[1])
