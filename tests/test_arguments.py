@@ -196,10 +196,13 @@ def test_a_chat_is_streamed_and_a_template_that_fails_is_said(tiny, tmp_path: Pa
 def test_chat_templates_without_end_are_stopped(tiny, tmp_path: Path, capsys) -> None:
     model = shutil.copytree(tiny("llama"), tmp_path / "model")
     generate = ["generate", model, "--max-new-tokens", "6"]
-    for template, why in (
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "ended with code -"),
-        ("{% for a in range(1200) %}{{ 'x' * 1000 }}{% endfor %}", "makes 1200000 characters of 9"),
+    for template, whys in (
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            ("ended with code -", "was not done within 120 s"),  # by processor time, on a busy machine by the clock
+        ),
+        ("{% for a in range(1200) %}{{ 'x' * 1000 }}{% endfor %}", ("makes 1200000 characters of 9",)),
     ):
         (model / "chat_template.jinja").write_text(template)
         code, _, error = rotor(capsys, *generate, "def main(")
-        assert (code, why in error) == (1, True), error
+        assert (code, any(why in error for why in whys)) == (1, True), error
