@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -66,3 +67,32 @@ def precision(dtype: torch.dtype) -> str:
 def padded(width: int) -> int:
     """The next power of two that matrix products take."""
     return max(16, 1 << (width - 1).bit_length())
+
+
+class _Buffers(threading.local):
+    """Memory that a thread keeps between its launches, by its use, device and stream, as other threads launch in
+    between."""
+
+    def __init__(self) -> None:
+        self.by_stream: dict[tuple[str, torch.device, int], Tensor] = {}
+
+
+_buffers = _Buffers()
+
+
+def kept_memory(use: str, sizes: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Float32 buffers that a launch leaves to another, kept from layer to layer and from step to step.
+
+    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
+    """
+    whole = [-(-size // 64) * 64 for size in sizes]
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    memory, place, kept = None, (use, device, stream), not capturing(device)
+    if kept:
+        memory = _buffers.by_stream.get(place)
+    if memory is None or memory.numel() < sum(whole):
+        with torch.inference_mode(False):  # it serves calls in and out of that mode
+            memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
+        if kept:
+            _buffers.by_stream[place] = memory
+    return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]

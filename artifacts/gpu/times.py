@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
 from rotor.calibration.prediction.devices import Device, bundled_devices
-from rotor.kernels import decode_launch
+from rotor.kernels import absorb_launch
 from rotor.kernels.append import append
 from rotor.kernels.attention import attend_pages, ranges_of_pages
 from rotor.kernels.dispatch import default_layer
@@ -252,7 +252,7 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
         seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
         yield {**about, "row": "rotor, with append", "cache": "contiguous", "seconds": seconds, "parts": parts}
         if subject.layout.in_blocks and len(lengths) > 1:
-            with patch.object(decode_launch, "ABSORBED_BYTES", L2_BYTES):
+            with patch.object(absorb_launch, "ABSORBED_BYTES", L2_BYTES):
                 seconds, parts = cold_seconds(calls, where), part_seconds(calls, where)
             row = f"rotor, absorbed in parts of {L2_BYTES >> 20} MiB"
             yield {**about, "row": row, "cache": "contiguous", "seconds": seconds, "parts": parts}

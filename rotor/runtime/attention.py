@@ -30,14 +30,13 @@ from ..logs import log
 from ..numerics import is_finite
 from .exact_rows import NewTokens
 from .rope import RopeCall, RotaryTable, Rotations, rope_of
-from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
+from .steps import AttentionCall, CacheRows, RowStore, SharedRows, StepCall, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from ..kernels.append import Appended
-    from ..kernels.exact_slots import SlotsToFill
-    from .steps import Arguments
+    from .steps import Ahead, Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
 
@@ -134,7 +133,7 @@ class RotorAttention(CompressedProjections):
             query = self._scaled(query, kwargs.get("position_ids"), now.span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters, exact, fill = self._parameters_of_attention(), None, None
+            parameters, exact, ahead = self._parameters_of_attention(), None, None
             if kernels is None and self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
@@ -144,8 +143,9 @@ class RotorAttention(CompressedProjections):
                 rows = plain_rows(parameters, *projected, rotations)
             else:
                 if rotations.query is None:
-                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, now)
-                made = appended(parameters, *projected, rotations, fill)
+                    about = parameters, self.layer_idx, cache, attention_mask, rotations, now, kernels
+                    ahead = store.ahead(StepCall(*about, batch_size, query.dtype, query.device))
+                made = appended(parameters, *projected, rotations, ahead)
                 rows = made.query, made.key, made.value
                 if made.exact_key is not None and made.exact_value is not None:
                     exact = NewTokens(made.query, made.exact_key, made.exact_value)
@@ -162,7 +162,7 @@ class RotorAttention(CompressedProjections):
                 now=now,
                 kernels=kernels,
                 exact=exact,
-                filled=fill is not None,
+                ahead=ahead,
             )
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
@@ -302,12 +302,12 @@ def appended(
     key: Tensor,
     value: Tensor,
     rotations: Rotations,
-    fill: SlotsToFill | None = None,
+    ahead: Ahead | None = None,
 ) -> Appended:
     """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
 
     Args:
-        query, key, value: as projections and norms put them out. fill: where kernels rotate, see `append.append`.
+        query, key, value: as projections and norms put them out. ahead: where kernels rotate, what else they do.
     """
     from ..kernels.append import append  # imports Triton
 
@@ -323,7 +323,11 @@ def appended(
     }
     if rotations.query is None:
         asked = None if p.query_basis is None or rotations.table is None else query
-        made = append(key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, **layer)
+        fill = ahead and ahead.fill
+        absorb = ahead.step.absorbing if ahead and ahead.step else None
+        made = append(
+            key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, absorb=absorb, **layer
+        )  # fmt: skip
         if made.query is not None:
             return made
         return made._replace(query=query.transpose(1, 2) if query.dim() == 4 else query)

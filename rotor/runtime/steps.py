@@ -31,11 +31,24 @@ from .rope import Rotations, is_same
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+    from ..kernels.attention import StepAhead
+
 Arguments = dict[str, Any]
 """Keyword arguments of a forward pass of transformers', by their names."""
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
+
+
+class Ahead(NamedTuple):
+    """What the launch that makes the row of one new token of each sequence does beside.
+
+    fill: where it stores the token exactly; None where the store does so itself. step: the step whose queries it
+    absorbs.
+    """
+
+    fill: SlotsToFill | None = None
+    step: StepAhead | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -45,8 +58,8 @@ class AttentionCall(NamedTuple):
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
     the layer, for which the queries were made; None: plain PyTorch runs it.
     now: the pass, which says where its tokens lie.
-    exact: the new tokens as the model makes them, in a layer with exact tokens; filled: they are in the slots of
-    `slots_to_fill`.
+    exact: the new tokens as the model makes them, in a layer with exact tokens.
+    ahead: what was done where the rows were made.
     """
 
     parameters: AttentionParameters
@@ -60,7 +73,7 @@ class AttentionCall(NamedTuple):
     now: Pass
     kernels: LayerKernels | None = None
     exact: NewTokens | None = None
-    filled: bool = False
+    ahead: Ahead | None = None
 
     def cached(self) -> tuple[Tensor, Tensor]:
         """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
@@ -120,6 +133,21 @@ class SharedRows(NamedTuple):
         return self
 
 
+class StepCall(NamedTuple):
+    """A pass of a layer by the kernels before its rows are made; as of AttentionCall. dtype: of the model."""
+
+    parameters: AttentionParameters
+    layer_idx: int
+    cache: Cache | None
+    mask: Tensor | None
+    rotations: Rotations
+    now: Pass
+    kernels: LayerKernels
+    batch_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 class RowStore(ABC):
     """Keeps the rows of a layer and attends to them; a layer of a cache that follows a policy is one.
 
@@ -137,10 +165,8 @@ class RowStore(ABC):
         """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
-    def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
-    ) -> SlotsToFill | None:
-        """Where the kernel that makes rows is to store the new tokens exactly; None where the store does so itself."""
+    def ahead(self, step: StepCall) -> Ahead | None:
+        """What of a step the launch that makes rows is to do; None: that alone."""
         return None
 
     @abstractmethod
@@ -188,14 +214,21 @@ class CacheRows(RowStore):
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         return layer if isinstance(layer, RowStore) else self
 
-    def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
-    ) -> SlotsToFill | None:
-        offloaded = getattr(cache, "offloading", False)
-        if cache is None or parameters.layout.exact is None or now.span.seq_len > 1 or offloaded:
+    def ahead(self, step: StepCall) -> Ahead | None:
+        cache, parameters, span = step.cache, step.parameters, step.now.span
+        if cache is None or span.seq_len > 1 or getattr(cache, "offloading", False):
             return None
-        layer = with_exact_rows(cache, layer_idx, exact_tokens(parameters, layer_idx))
-        return layer.exact_rows.slots_to_fill(_start_of(mask, now), now.span.query_offset)
+        heads = parameters.shape.num_heads
+        _check_mask(step.mask, step.layer_idx, (step.batch_size, heads, 1, span.kv_len))
+        fill = slots = None
+        if parameters.layout.exact is not None:
+            exact = exact_tokens(parameters, step.layer_idx)
+            layer = with_exact_rows(cache, step.layer_idx, exact)
+            found = layer.exact_rows.step(_start_of(step.mask, step.now), span.query_offset, layer.fixed)
+            if found is None:
+                return None
+            fill, slots = found[0], exact_slots(exact, found[1], step.now)
+        return Ahead(fill, absorbing_step(step, slots))
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         return self.stored(call)(call)
@@ -218,7 +251,8 @@ def _stored_exactly(call: AttentionCall) -> Attend:
         return partial(_attend_to_prompt, mask=mask)
     tokens = exact_tokens(call.parameters, call.layer_idx)
     layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-    named = {"exact": exact, "start": _start_of(call.mask, call.now), "span": span, "filled": call.filled}
+    filled = call.ahead is not None and call.ahead.fill is not None
+    named = {"exact": exact, "start": _start_of(call.mask, call.now), "span": span, "filled": filled}
     key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
     seen = layer.take_seen()
     if seen is None:
@@ -230,6 +264,27 @@ def _stored_exactly(call: AttentionCall) -> Attend:
         mask = call.now.once(("causal", key.device), lambda: _causal(span, key.device))
     slots = exact_slots(tokens, seen, call.now)
     return lambda other: attend_to_rows(other._replace(mask=mask), key, value, slots)
+
+
+def absorbing_step(step: StepCall, slots: ExactSlots | None) -> StepAhead | None:
+    """`kernels.attention.step_ahead` of a pass; None where its queries are absorbed later."""
+    if step.rotations.table is None:
+        return None
+    from ..kernels.attention import step_ahead  # imports Triton
+
+    return step_ahead(
+        step.batch_size,
+        step.now.span.kv_len,
+        step.dtype,
+        step.device,
+        step.parameters,
+        step.kernels,
+        rotation=step.rotations.table,
+        first=step.rotations.first,
+        attention_mask=_over_all_keys(step.mask, step.now.span),
+        exact=slots,
+        now=step.now,
+    )
 
 
 def _over_all_keys(mask: Tensor | None, span: TokenSpan) -> Tensor | None:
@@ -329,6 +384,7 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
             attention_mask=call.mask,
             exact=slots,
             now=call.now,
+            ahead=call.ahead and call.ahead.step,
         )
     return attention(call.query, key, value, parameters, call.rotations.read, call.mask)
 

@@ -20,9 +20,10 @@ from gpu.subjects import EXACT, PAGE, gpu_subjects, named_subjects, with_exact
 from gpu.work import work_of
 
 from rotor.checkpoint.layout import KeyForm, LayerLayout
+from rotor.kernels.absorb_launch import Absorbing, block_starts
 from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
-from rotor.kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from rotor.kernels.decode_launch import DecodeLayer, blocks_of, decode_attention
 from rotor.kernels.exact_slots import SlotsToFill
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.ranges import KeyRanges
@@ -93,8 +94,8 @@ def test_one_kernel_serves_views_that_begin_anywhere(layout: LayerLayout) -> Non
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_step_is_four_launches(exact: bool) -> None:
-    """Of a layer in blocks: coding is part of appending, and so is storing the step's token exactly."""
+def test_a_step_is_three_launches(exact: bool) -> None:
+    """Of a layer in blocks: coding is part of appending, and so are storing the step's token exactly, and absorbing."""
     subject = named_subjects()["llama3-8b-128x2"]
     subject = with_exact(subject) if exact else subject
     layout, shape, dtype, device = subject.layout, subject.shape, subject.dtype, torch.device("cpu")
@@ -110,16 +111,17 @@ def test_a_step_is_four_launches(exact: bool) -> None:
         slots = random_slots(layout.exact, shape, 2, 64, dtype, torch.Generator())
         fill = SlotsToFill(slots.key, slots.value, layout.exact.first, layout.exact.newest, 63, 0)
     bases = {name: stored.get(name) for name in ("key_basis", "key_shift", "value_basis", "value_shift")}
+    decoding, starts = DecodeLayer(parameters, dtype, device), block_starts(rotation, layout)
+    absorbing = Absorbing.of(decoding, ranges, slice(0, 2), blocks_of(decoding, 64), starts)
     with recorded(90) as launched:
         append(
             key, value, layout, shape, query=query, rotation=rotation, scale=zero_scale(layout, device), fill=fill,
-            **bases,
+            absorb=absorbing, **bases,
         )  # fmt: skip
         decode_attention(
-            query[:, 0], *rows, DecodeLayer(parameters, dtype, device), ranges, block_starts(rotation, layout),
-            exact=slots, attended=ranges,
-        )  # fmt: skip
-    assert [variant.name for variant in launched] == ["append", "absorb", "decode", "finish" if exact else "join"]
+            query[:, 0], *rows, decoding, ranges, starts, exact=slots, attended=ranges, absorbing=absorbing
+        )
+    assert [variant.name for variant in launched] == ["append", "decode", "finish" if exact else "join"]
 
 
 EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]

@@ -16,8 +16,9 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime import driver
 
 from ...checkpoint.layout import AttentionShape, LayerLayout
+from ...kernels.absorb_launch import block_starts
 from ...kernels.append import append
-from ...kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from ...kernels.decode_launch import DecodeLayer, decode_attention
 from ...kernels.expand import PagesOf, expand
 from ...kernels.parameters import AttentionParameters, row_dtype
 from ...kernels.ranges import KeyRanges
