@@ -27,7 +27,8 @@ def absorb_kernel(
     GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    COUNT: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
@@ -49,23 +50,24 @@ def absorb_kernel(
         query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN, query, query, basis, constants,
         starts, absorbed, constant, b, u, head, sequence, new, tl.program_id(0), tl.num_programs(0), max_blocks,
         starts_blocks, scale, False, GROUPS, CODED, SCALED, PLANES, ROTARY, HEAD_DIM, REST, BLOCK, HEADS, PER_HEAD,
-        TOKENS, COLUMNS, PART, CHUNK, COUNT, PRECISION, ASM,
+        TOKENS, COLUMNS, PART, CHUNK, COUNT, STAGES, HELD, PRECISION, ASM,
     )  # fmt: skip
 
 
 @triton.jit
 def absorb_head(
-    query_row, cos, sin, basis, constants, starts, absorbed, constant, begin, until, head, sequence, new, program,
-    programs, max_blocks, starts_blocks, scale, ROTATE: tl.constexpr,
+    query_row, query_cos, query_sin, basis, constants, starts, absorbed, constant, begin, until, head, sequence, new,
+    program, programs, max_blocks, starts_blocks, scale, ROTATE: tl.constexpr,
     GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    COUNT: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    COUNT: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token for the blocks of its sequence that a program has, COUNT at a time.
 
     Tensors:
-        query_row: [head_dim], rotated; with ROTATE before RoPE, and cos, sin are those of its position, [planes].
+        query_row: [head_dim], rotated; with ROTATE before RoPE, and query_cos, query_sin are those of its position,
+            [planes].
         basis: [groups, HEADS, ROTARY + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
             latent: of CHUNK / 2 planes both halves as neighbours, so often, then of dimensions without RoPE.
         constants: [groups, HEADS, ROTARY + REST, CHUNK, 8], the same rows of the constant key, and of that which the
@@ -82,7 +84,7 @@ def absorb_head(
             without RoPE. PLANES: number of rotary planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
         SCALED: whether rows have a scale. PART: columns at a time, of all operands side by side.
-        ASM: see `once`.
+        HELD: keep the basis in shared memory; else each COUNT blocks load it anew. STAGES: of copies. ASM: see `once`.
     """
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -110,10 +112,11 @@ def absorb_head(
         # constants, [CHUNK, 8]; the query, in halves of its planes, [1, HALF], and without RoPE, [COUNT, CHUNK].
         matrices = ()
         of_excess = ()
+        at_basis = own_basis + (within * WIDTH)[:, None] + column[None, :]
         for i in tl.static_range(PARTS):
-            for c in tl.static_range(CHUNKS):
-                rows = own_basis + ((within + c * CHUNK) * WIDTH)[:, None]
-                matrices += (tl.load(rows + (i * PART + column)[None, :]),)
+            if HELD:
+                for c in tl.static_range(CHUNKS):
+                    matrices += (tl.load(at_basis + (c * CHUNK * WIDTH + i * PART)),)
             less = tl.zeros((PART,), tl.float32)
             for j in tl.static_range(OPERANDS):
                 less = tl.where((i * PART + column) // COLUMNS == j, -excess(j), less)
@@ -128,7 +131,7 @@ def absorb_head(
             own = tl.load(query_row + plane, mask=plane < PLANES, other=0.0)
             other = tl.load(query_row + PLANES + plane, mask=plane < PLANES, other=0.0)
             if ROTATE:
-                own, other = rotated_planes(own, other, cos, sin, plane, plane < PLANES)
+                own, other = rotated_planes(own, other, query_cos, query_sin, plane, plane < PLANES)
             planes += (own.to(tl.float32)[None, :], other.to(tl.float32)[None, :])
         still = ()
         for c in tl.static_range(REST):
@@ -140,7 +143,7 @@ def absorb_head(
         at_block = place * (GROUPS * TOKENS * ROWS)
         out = absorbed + (at_block * WIDTH)[:, None] + column[None, :]
         # COUNT blocks are the rows of one product: the basis, which is the larger operand, is loaded once for all.
-        for start in range(first_block, blocks, programs * COUNT):
+        for start in tl.range(first_block, blocks, programs * COUNT, num_stages=STAGES):
             inside = start + place < blocks
             of_group = ((sequence * max_blocks + start) * GROUPS + group).to(tl.int64)
             index = of_group * (TOKENS * ROWS) + (new * ROWS + head % ROWS)
@@ -164,7 +167,11 @@ def absorb_head(
             for i in tl.static_range(PARTS):
                 product = tl.zeros((COUNT, PART), tl.float32)
                 for c in tl.static_range(CHUNKS):
-                    product = tl.dot(rotated[c], matrices[i * CHUNKS + c], product, input_precision=PRECISION)
+                    if HELD:
+                        matrix = matrices[i * CHUNKS + c]
+                    else:
+                        matrix = tl.load(at_basis + (c * CHUNK * WIDTH + i * PART))
+                    product = tl.dot(rotated[c], matrix, product, input_precision=PRECISION)
                 rounded = product.to(DTYPE)
                 tl.store(out + (index * WIDTH + i * PART), rounded, mask=inside[:, None])
                 if CODED:

@@ -110,7 +110,7 @@ class Absorbing:
     def joined(self, warps: int) -> JoinedPrograms:
         """The same in another launch, whose programs have so many warps."""
         blocks = self.layer.absorb_shape_of_append()
-        shared, constants = self._shared(blocks, warps), self.layer.absorb_constants(blocks)
+        shared, constants = self._shared(blocks, warps), self.layer.absorb_constants(blocks, stages=1)
         around = shared, self.max_blocks, self.starts_blocks, self.scale
         return JoinedPrograms(shared * self.queries, self._tensors, *around, constants)
 
@@ -129,7 +129,7 @@ class Absorbing:
             query, *self._tensors, self.begin if self.query_start is None else self.query_start, self.max_blocks,
             query.stride(0) // align, query.stride(1) // align, self.starts_blocks, self.scale, ALIGN=align,
             TOKENS=self.tokens, enable_fp_fusion=True, num_warps=warps, num_stages=stages,
-            **layer.absorb_constants(blocks),
+            **layer.absorb_constants(blocks, stages),
         )  # fmt: skip
 
 

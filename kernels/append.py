@@ -57,7 +57,7 @@ LATENT_BYTES = 64 << 20
 
 ABSORBS = (
     "GROUPS", "CODED", "SCALED", "PLANES", "ROTARY", "REST", "BLOCK", "HEADS", "PER_HEAD", "COLUMNS", "PART", "CHUNK",
-    "COUNT", "ASM",
+    "COUNT", "STAGES", "HELD", "ASM",
 )  # fmt: skip
 """Constants of absorbing, see `DecodeLayer.absorb_constants`."""
 
@@ -251,7 +251,7 @@ def append_kernel(
     ABSORB_SCALED: tl.constexpr, ABSORB_PLANES: tl.constexpr, ABSORB_ROTARY: tl.constexpr, ABSORB_REST: tl.constexpr,
     ABSORB_BLOCK: tl.constexpr, ABSORB_HEADS: tl.constexpr, ABSORB_PER_HEAD: tl.constexpr,
     ABSORB_COLUMNS: tl.constexpr, ABSORB_PART: tl.constexpr, ABSORB_CHUNK: tl.constexpr, ABSORB_COUNT: tl.constexpr,
-    ABSORB_ASM: tl.constexpr,
+    ABSORB_STAGES: tl.constexpr, ABSORB_HELD: tl.constexpr, ABSORB_ASM: tl.constexpr,
 ):  # fmt: skip
     """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`.
 
@@ -271,9 +271,8 @@ def append_kernel(
     # ROWS tokens, and a job of the table: words of a row, a query head to rotate, or a KV head to store exactly. One
     # launch does all kinds: in a small step most of the time is that of launches.
     program = tl.program_id(0)
-    done = program >= blocks * job_count  # what else there is to do for this program
     if ABSORB:  # noqa: SIM102
-        if done:
+        if program >= blocks * job_count:
             query_program = program - blocks * job_count
             query_now, part = query_program // shared, query_program % shared
             of_sequence, own_head = query_now // num_heads, query_now % num_heads
@@ -287,13 +286,15 @@ def append_kernel(
                 tl.load(codes_begin + of_sequence), tl.load(codes_until + of_sequence), own_head, of_sequence, 0, part,
                 shared, max_blocks, starts_blocks, scale, True, ABSORB_GROUPS, ABSORB_CODED, ABSORB_SCALED,
                 ABSORB_PLANES, ABSORB_ROTARY, HEAD_DIM, ABSORB_REST, ABSORB_BLOCK, ABSORB_HEADS, ABSORB_PER_HEAD, 1,
-                ABSORB_COLUMNS, ABSORB_PART, ABSORB_CHUNK, ABSORB_COUNT, PRECISION, ABSORB_ASM,
+                ABSORB_COLUMNS, ABSORB_PART, ABSORB_CHUNK, ABSORB_COUNT, ABSORB_STAGES, ABSORB_HELD,
+                PRECISION, ABSORB_ASM,
             )  # fmt: skip
+            return
     token_block = program % blocks
     token = first_token + token_block * ROWS + tl.arange(0, ROWS)
-    valid = (token < tokens) & (not done)
-    job = jobs + program // blocks % job_count * FIELDS
-    kind, head, start = tl.where(done, -1, tl.load(job)), tl.load(job + 1), tl.load(job + 2)
+    valid = token < tokens
+    job = jobs + program // blocks * FIELDS
+    kind, head, start = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     sequence, position = (token // seq_len).to(tl.int64), (token % seq_len).to(tl.int64)
     # Row of the table of cosines and sines of each token.
     row = token % table_rows
@@ -307,7 +308,7 @@ def append_kernel(
                 (token.to(tl.int64) * rotated_heads + head) * (2 * HALF + REST), table_stride, HALF, HALF_PADDED, REST,
                 REST_PADDED,
             )  # fmt: skip
-            done = True
+            return
     if EXACT or STORE:  # noqa: SIM102
         if kind == 3:
             if EXACT:
@@ -332,81 +333,80 @@ def append_kernel(
                     sequence * slots_batch + head * slots_head, slots_slot, index_now, index_0, table_stride, HALF,
                     HALF_PADDED, REST, REST_PADDED, FIRST, NEWEST, HEAD_DIM, HEAD_PADDED,
                 )  # fmt: skip
-            done = True
-    if not done:
-        words, first_word = tl.load(job + 3), tl.load(job + 4)
-        held, written = tl.load(job + 5), tl.load(job + 6)
-        # Columns of the basis that this program needs, by the digit table if rows are codes.
-        if CODED:
-            lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
-            place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
-            column, some = place >> 10, place >= 0
+            return
+    words, first_word = tl.load(job + 3), tl.load(job + 4)
+    held, written = tl.load(job + 5), tl.load(job + 6)
+    # Columns of the basis that this program needs, by the digit table if rows are codes.
+    if CODED:
+        lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
+        place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
+        column, some = place >> 10, place >= 0
+    else:
+        column = start + tl.arange(0, COLUMNS)
+        some = tl.arange(0, COLUMNS) < held
+        place = column
+    whole = valid[:, None] & some[None, :]
+    from_key = sequence * key_batch + position * key_position
+    from_value = sequence * value_batch + position * value_position
+    # Latents: given by the projection, or computed from keys.
+    if kind == 0:
+        if FOLDED:
+            latents = tl.load(key + from_key[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
         else:
-            column = start + tl.arange(0, COLUMNS)
-            some = tl.arange(0, COLUMNS) < held
-            place = column
-        whole = valid[:, None] & some[None, :]
-        from_key = sequence * key_batch + position * key_position
-        from_value = sequence * value_batch + position * value_position
-        # Latents: given by the projection, or computed from keys.
-        if kind == 0:
-            if FOLDED:
-                latents = tl.load(key + from_key[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
-            else:
-                latents = projected(
-                    key, key_basis, key_shift, cos, sin, row, valid, from_key + head * key_head, key_head, basis_stride,
-                    table_stride, block, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
-                    COLUMNS, SHIFT, PRECISION,
-                )  # fmt: skip
-                if PART:
-                    latents += of_values(
-                        value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid,
-                        column, some, VALUE_BASIS, False, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
-                    )  # fmt: skip
-        else:
-            latents = of_values(
-                value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid, column, some,
-                VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+            latents = projected(
+                key, key_basis, key_shift, cos, sin, row, valid, from_key + head * key_head, key_head, basis_stride,
+                table_stride, block, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
+                COLUMNS, SHIFT, PRECISION,
             )  # fmt: skip
-        # Write to the token's row, or to its slot in pages; a negative slot is not written.
-        slot = token.to(tl.int64)
-        stored = valid
-        if SLOTS:
-            slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
-            stored = valid & (slot >= 0)
-            slot = tl.maximum(slot, 0)
-        of_key = key_rows + slot // page * key_page + slot % page * key_row
-        if LATENTS:
-            last = True
-            # Latents that a projection put out lie in memory already; others are left there first.
-            if FOLDED:
-                own = key + from_key
-            else:
-                own = latents_out + (token - first_token).to(tl.int64) * rank
-                tl.store(own[:, None] + column[None, :], latents, mask=whole)
-                last = last_of(arrived + token_block * groups + first_word, words)
-            if last:
-                # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
-                code_group(
-                    own, code_shift, code_length, code_halves, of_key, code_places,
-                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
-                    STEPS,
+            if PART:
+                latents += of_values(
+                    value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid,
+                    column, some, VALUE_BASIS, False, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
                 )  # fmt: skip
+    else:
+        latents = of_values(
+            value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid, column, some,
+            VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+        )  # fmt: skip
+    # Write to the token's row, or to its slot in pages; a negative slot is not written.
+    slot = token.to(tl.int64)
+    stored = valid
+    if SLOTS:
+        slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
+        stored = valid & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+    of_key = key_rows + slot // page * key_page + slot % page * key_row
+    if LATENTS:
+        last = True
+        # Latents that a projection put out lie in memory already; others are left there first.
+        if FOLDED:
+            own = key + from_key
         else:
-            if CODED:
-                out = first_word + tl.arange(0, COLUMNS // LANES)
-                full = tl.arange(0, COLUMNS // LANES) < held
-                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
-                mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
-            else:
-                out = first_word + tl.arange(0, COLUMNS)
-                result = latents
-                mask = stored[:, None] & some[None, :]
-            if kind == 0:
-                tl.store(of_key[:, None] + out[None, :], result.to(key_rows.dtype.element_ty), mask=mask)
-            else:
-                of_value = value_rows + slot // page * value_page + slot % page * value_row
-                tl.store(of_value[:, None] + out[None, :], result.to(value_rows.dtype.element_ty), mask=mask)
+            own = latents_out + (token - first_token).to(tl.int64) * rank
+            tl.store(own[:, None] + column[None, :], latents, mask=whole)
+            last = last_of(arrived + token_block * groups + first_word, words)
+        if last:
+            # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
+            code_group(
+                own, code_shift, code_length, code_halves, of_key, code_places,
+                code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
+                STEPS,
+            )  # fmt: skip
+    else:
+        if CODED:
+            out = first_word + tl.arange(0, COLUMNS // LANES)
+            full = tl.arange(0, COLUMNS // LANES) < held
+            result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
+            mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
+        else:
+            out = first_word + tl.arange(0, COLUMNS)
+            result = latents
+            mask = stored[:, None] & some[None, :]
+        if kind == 0:
+            tl.store(of_key[:, None] + out[None, :], result.to(key_rows.dtype.element_ty), mask=mask)
+        else:
+            of_value = value_rows + slot // page * value_page + slot % page * value_row
+            tl.store(of_value[:, None] + out[None, :], result.to(value_rows.dtype.element_ty), mask=mask)
 
 
 class Appended(NamedTuple):

@@ -47,8 +47,7 @@ class StepAhead(NamedTuple):
 
 
 def step_ahead(
-    batch_size: int,
-    kv_len: int,
+    shape: tuple[int, int, int],
     dtype: torch.dtype,
     device: torch.device,
     parameters: AttentionParameters,
@@ -64,12 +63,14 @@ def step_ahead(
     others.
 
     Args:
-        dtype: of the queries. The others are as of `rows_attention`.
+        shape: batch_size, 1, keys of a sequence with the new one. dtype: of the queries. The others are as of
+            `rows_attention`.
     """
     few = parameters.heads_per_group <= MOST_ROWS and not kernels.materialise and first == 0
     if not few or not parameters.layout.in_blocks or parameters.query_basis is None:
         return None
-    keys = _ranges_of_step(attention_mask, (batch_size, 1, kv_len), device, now)
+    batch_size, _, kv_len = shape
+    keys = _ranges_of_step(attention_mask, shape, device, now)
     prepared = _prepared(parameters, kernels, keys, rotation, dtype, device, now, exact)
     layer, starts = prepared["layer"], prepared["starts_of_blocks"]
     most = blocks_of(layer, kv_len)

@@ -23,7 +23,7 @@ from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import device_guard, device_table, kept_memory, padded, precision, sm_count
+from .launch import device_guard, device_table, kept_memory, padded, precision, shared_bytes, sm_count
 from .parameters import AttentionParameters, as_loaded
 from .ranges import KeyRanges
 
@@ -58,6 +58,7 @@ class DecodeLayer:
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
         self.layout, self.shape, self.device = layout, shape, device
+        self.shared_bytes = shared_bytes(device)
         self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
@@ -198,7 +199,8 @@ class DecodeLayer:
         }  # fmt: skip
 
     def absorb_shape(self, many: bool) -> tuple[int, int, int]:
-        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100.
+        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100, or what
+        leaves room for the basis in shared memory.
 
         Args:
             many: there are as many queries as SMs.
@@ -207,21 +209,32 @@ class DecodeLayer:
             return (32 if self.block else 16), 2, 2
         if many and self.shape.head_dim > 64:
             return 64, 4, 1
-        return (128, 8, 1) if self.columns > 32 else (32, 2, 2)
+        if self.columns <= 32:
+            return 32, 2, 2
+        return (128, 8, 1) if self._holds_basis(128, 1) or not self._holds_basis(64, 1) else (64, 4, 1)
 
     def absorb_shape_of_append(self) -> int:
         """Blocks that a program takes at a time which absorbs in the launch of `append`, with that one's warps."""
         return 64 if self.dtype.itemsize == 2 and self.columns > 32 else 32
 
-    def absorb_constants(self, blocks: int) -> dict[str, object]:
-        """Constants of the absorbing kernel, for so many blocks at a time."""
+    def _holds_basis(self, blocks: int, stages: int) -> bool:
+        """Tell whether a program of `absorb` has the shared memory to load the basis once for all its blocks."""
+        dims, columns = (self.rotary_chunks + self.rest_chunks) * self.chunk, self.operands * self.columns
+        size = self.dtype.itemsize
+        basis, constants = dims * columns * size, 8 * (dims + columns) * size
+        products = blocks * ABSORBED_PART * size  # queries or products on their way between layouts
+        copies = 0 if stages == 1 else stages * blocks * self.rotary_chunks * self.chunk * 4
+        return basis + constants + products + copies <= self.shared_bytes
+
+    def absorb_constants(self, blocks: int, stages: int) -> dict[str, object]:
+        """Constants of the absorbing kernel, for so many blocks at a time and stages of copies."""
         return {
             "GROUPS": len(self.layout.groups), "CODED": self.word_operands, "SCALED": self.scaled,
             "PLANES": self.planes, "ROTARY": self.rotary_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
             "COLUMNS": self.columns, "PART": math.gcd(self.operands * self.columns, ABSORBED_PART),
-            "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
-            "ASM": assembled() and self.dtype.itemsize == 2,
+            "CHUNK": self.chunk, "COUNT": blocks, "STAGES": stages, "HELD": self._holds_basis(blocks, stages),
+            "PRECISION": precision(self.dtype), "ASM": assembled() and self.dtype.itemsize == 2,
         }  # fmt: skip
 
 

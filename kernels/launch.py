@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,19 +44,53 @@ def device_table(rows: Sequence[Any], device: torch.device, dtype: torch.dtype =
     return torch.tensor(rows, dtype=dtype).to(device)
 
 
+class AbsentGPU(NamedTuple):
+    """The GPU that launches are made for on a CPU, where Triton's interpreter runs them, or they are only compiled."""
+
+    capability: int = 90
+    sms: int = 2
+
+
+_absent = AbsentGPU()
+
+
+@contextmanager
+def absent(gpu: AbsentGPU) -> Iterator[None]:
+    """Make launches on a CPU for another GPU."""
+    global _absent
+    before, _absent = _absent, gpu
+    try:
+        yield
+    finally:
+        _absent = before
+
+
 @lru_cache(maxsize=16)
-def capability_of(device: torch.device) -> int:
-    """Compute capability, 90 is 9.0; where there is no GPU (in Triton's interpreter), as of an H100."""
-    if device.type != "cuda":
-        return 90
+def _present(device: torch.device) -> tuple[int, int]:
     major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
+    return 10 * major + minor, torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@lru_cache(maxsize=16)
+def capability_of(device: torch.device) -> int:
+    """Compute capability, 90 is 9.0; on a CPU that of `absent`."""
+    return _present(device)[0] if device.type == "cuda" else _absent.capability
+
+
 def sm_count(device: torch.device) -> int:
-    """Streaming multiprocessors; two where there is no GPU (in Triton's interpreter)."""
-    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    """Streaming multiprocessors; on a CPU those of `absent`."""
+    return _present(device)[1] if device.type == "cuda" else _absent.sms
+
+
+SHARED_BYTES = {80: 163 << 10, 87: 163 << 10, 90: 227 << 10, 100: 227 << 10, 101: 227 << 10, 103: 227 << 10}
+"""Most bytes of shared memory of a program by compute capability; of others LEAST_SHARED_BYTES. Source: CUDA C++
+Programming Guide, compute capabilities, maximum amount of shared memory per thread block."""
+
+LEAST_SHARED_BYTES = 99 << 10
+
+
+def shared_bytes(device: torch.device) -> int:
+    """Most bytes of shared memory of a program."""
+    return SHARED_BYTES.get(capability_of(device), LEAST_SHARED_BYTES)
 
 
 def precision(dtype: torch.dtype) -> str:

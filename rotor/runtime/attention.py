@@ -30,7 +30,7 @@ from ..logs import log
 from ..numerics import is_finite
 from .exact_rows import NewTokens
 from .rope import RopeCall, RotaryTable, Rotations, rope_of
-from .steps import AttentionCall, CacheRows, RowStore, SharedRows, StepCall, without_gradients
+from .steps import AttentionCall, CacheRows, RowStore, SharedRows, without_gradients
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
@@ -133,37 +133,24 @@ class RotorAttention(CompressedProjections):
             query = self._scaled(query, kwargs.get("position_ids"), now.span)
         projected = query, new_key, new_value
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters, exact, ahead = self._parameters_of_attention(), None, None
-            if kernels is None and self.layout.exact is not None:
+            parameters = self._parameters_of_attention()
+            call = AttentionCall(parameters, self.layer_idx, *projected, cache, attention_mask, rotations, now, kernels)
+            if kernels is not None:
+                ahead = store.ahead(call) if rotations.query is None else None
+                made = appended(parameters, *projected, rotations, ahead)
+                rows, exact = (made.query, made.key, made.value), None
+                if made.exact_key is not None and made.exact_value is not None:
+                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
+                call = call._replace(ahead=ahead, exact=exact)
+            elif self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
                 if reads_rows:
                     rows = exact_rows(parameters, exact, projected[1], rotations)
-            elif kernels is None:
-                rows = plain_rows(parameters, *projected, rotations)
+                call = call._replace(exact=exact)
             else:
-                if rotations.query is None:
-                    about = parameters, self.layer_idx, cache, attention_mask, rotations, now, kernels
-                    ahead = store.ahead(StepCall(*about, batch_size, query.dtype, query.device))
-                made = appended(parameters, *projected, rotations, ahead)
-                rows = made.query, made.key, made.value
-                if made.exact_key is not None and made.exact_value is not None:
-                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
-            query, new_key, new_value = rows
-            call = AttentionCall(
-                parameters=parameters,
-                layer_idx=self.layer_idx,
-                query=query,
-                key=new_key,
-                value=new_value,
-                cache=cache,
-                mask=attention_mask,
-                rotations=rotations,
-                now=now,
-                kernels=kernels,
-                exact=exact,
-                ahead=ahead,
-            )
+                rows = plain_rows(parameters, *projected, rotations)
+            call = call._replace(query=rows[0], key=rows[1], value=rows[2])
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
                 kwargs["shared_kv_states"][self.config.layer_types[self.layer_idx]] = shared, shared

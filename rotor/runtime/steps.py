@@ -133,21 +133,6 @@ class SharedRows(NamedTuple):
         return self
 
 
-class StepCall(NamedTuple):
-    """A pass of a layer by the kernels before its rows are made; as of AttentionCall. dtype: of the model."""
-
-    parameters: AttentionParameters
-    layer_idx: int
-    cache: Cache | None
-    mask: Tensor | None
-    rotations: Rotations
-    now: Pass
-    kernels: LayerKernels
-    batch_size: int
-    dtype: torch.dtype
-    device: torch.device
-
-
 class RowStore(ABC):
     """Keeps the rows of a layer and attends to them; a layer of a cache that follows a policy is one.
 
@@ -165,8 +150,12 @@ class RowStore(ABC):
         """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
-    def ahead(self, step: StepCall) -> Ahead | None:
-        """What of a step the launch that makes rows is to do; None: that alone."""
+    def ahead(self, call: AttentionCall) -> Ahead | None:
+        """What the launch that makes rows is to do beside; None: nothing.
+
+        Args:
+            call: of the kernels, with queries, keys and values as projections put them out.
+        """
         return None
 
     @abstractmethod
@@ -214,21 +203,20 @@ class CacheRows(RowStore):
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         return layer if isinstance(layer, RowStore) else self
 
-    def ahead(self, step: StepCall) -> Ahead | None:
-        cache, parameters, span = step.cache, step.parameters, step.now.span
-        if cache is None or span.seq_len > 1 or getattr(cache, "offloading", False):
+    def ahead(self, call: AttentionCall) -> Ahead | None:
+        parameters, span = call.parameters, call.now.span
+        if call.cache is None or span.seq_len > 1 or getattr(call.cache, "offloading", False):
             return None
-        heads = parameters.shape.num_heads
-        _check_mask(step.mask, step.layer_idx, (step.batch_size, heads, 1, span.kv_len))
+        _check_mask(call.mask, call.layer_idx, (len(call.query), parameters.shape.num_heads, 1, span.kv_len))
         fill = slots = None
         if parameters.layout.exact is not None:
-            exact = exact_tokens(parameters, step.layer_idx)
-            layer = with_exact_rows(cache, step.layer_idx, exact)
-            found = layer.exact_rows.step(_start_of(step.mask, step.now), span.query_offset, layer.fixed)
+            exact = exact_tokens(parameters, call.layer_idx)
+            layer = with_exact_rows(call.cache, call.layer_idx, exact)
+            found = layer.exact_rows.step(_start_of(call.mask, call.now), span.query_offset, layer.fixed)
             if found is None:
                 return None
-            fill, slots = found[0], exact_slots(exact, found[1], step.now)
-        return Ahead(fill, absorbing_step(step, slots))
+            fill, slots = found[0], exact_slots(exact, found[1], call.now)
+        return Ahead(fill, _absorbing(call, slots))
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         return self.stored(call)(call)
@@ -266,24 +254,23 @@ def _stored_exactly(call: AttentionCall) -> Attend:
     return lambda other: attend_to_rows(other._replace(mask=mask), key, value, slots)
 
 
-def absorbing_step(step: StepCall, slots: ExactSlots | None) -> StepAhead | None:
-    """`kernels.attention.step_ahead` of a pass; None where its queries are absorbed later."""
-    if step.rotations.table is None:
+def _absorbing(call: AttentionCall, slots: ExactSlots | None) -> StepAhead | None:
+    """`kernels.attention.step_ahead` of a call; None where its queries are absorbed later."""
+    if call.rotations.table is None or call.kernels is None:
         return None
     from ..kernels.attention import step_ahead  # imports Triton
 
     return step_ahead(
-        step.batch_size,
-        step.now.span.kv_len,
-        step.dtype,
-        step.device,
-        step.parameters,
-        step.kernels,
-        rotation=step.rotations.table,
-        first=step.rotations.first,
-        attention_mask=_over_all_keys(step.mask, step.now.span),
+        (len(call.query), 1, call.now.span.kv_len),
+        call.query.dtype,
+        call.query.device,
+        call.parameters,
+        call.kernels,
+        rotation=call.rotations.table,
+        first=call.rotations.first,
+        attention_mask=_over_all_keys(call.mask, call.now.span),
         exact=slots,
-        now=step.now,
+        now=call.now,
     )
 
 
