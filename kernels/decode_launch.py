@@ -7,6 +7,7 @@ and the keys that queries see once a step (`ranges.KeyRanges`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -33,6 +34,9 @@ save."""
 
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
+
+OTHER_BYTES = 10 << 10
+"""Bytes of shared memory that decoding takes beside absorbed queries and copies of rows."""
 
 
 def product_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
@@ -173,9 +177,16 @@ class DecodeLayer:
         """Tell whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.scaled)
 
-    def tiles(self, tokens: int = 1) -> Tile:
-        """The tile by rule, for so many new tokens."""
-        return decode_tile(self.layout, tokens * self.group_rows)
+    def tiles(self, tokens: int = 1, wanted: Tile | None = None) -> Tile:
+        """The tile that is wanted, or the one by rule, for so many new tokens; its rows are loaded when they are
+        needed where shared memory does not hold those of the next ones beside the absorbed queries.
+        """
+        rows = max(8, triton.next_power_of_2(tokens * self.group_rows))
+        tile = wanted or decode_tile(self.layout, tokens * self.group_rows)
+        queries = rows * self.operands * self.columns * self.dtype.itemsize
+        columns = self.columns if self.joint else self.columns + self.value_columns
+        copies = tile.stages * tile.keys * columns * self.row_size
+        return tile if queries + copies + OTHER_BYTES <= self.shared_bytes else replace(tile, stages=1)
 
     def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
@@ -299,7 +310,7 @@ def decode_attention(
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
-    tiles = tiles or layer.tiles(tokens)
+    tiles = layer.tiles(tokens, tiles)
     most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
     max_blocks = blocks_of(layer, capacity)
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out

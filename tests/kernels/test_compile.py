@@ -79,6 +79,26 @@ def test_programs_fit_into_shared_memory(name: str, arch: int) -> None:
             assert variant.compile().metadata.shared <= most, variant.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama3-8b-256x2", "llama3-8b-128x4", "gemma3-270m-256x1"])
+def test_steps_of_many_rows_fit_too(name: str) -> None:
+    """Several new tokens, whose queries take half of the shared memory."""
+    subject, device = named_subjects()[name], torch.device("cpu")
+    layout, shape, dtype = subject.layout, subject.shape, subject.dtype
+    tokens = 64 // (layout.group_size * shape.heads_per_kv)
+    stored = step_tensors(layout, shape, dtype, torch.zeros)
+    names = "query_basis", "key_constant", "output_basis", "value_constant"
+    parameters = AttentionParameters(layout, shape, 1.0, **{name: stored.get(name) for name in names})
+    rotation = torch.zeros(2, 128, shape.rotary_dim).unbind()
+    rows = torch.zeros(1, 64, layout.row_bytes(2)[0], dtype=torch.uint8), torch.zeros(1, 64, 0, dtype=torch.uint8)
+    ranges = KeyRanges.packed(torch.tensor([0, tokens]), torch.tensor([64]), tokens, tokens)
+    query = torch.zeros(tokens, shape.num_heads, shape.head_dim, dtype=dtype)
+    with recorded(89) as launched:
+        layer = DecodeLayer(parameters, dtype, device)
+        decode_attention(query, *rows, layer, ranges, block_starts(rotation, layout))
+        assert all(variant.compile().metadata.shared <= shared_bytes(device) for variant in launched)
+
+
 @pytest.mark.parametrize(
     "layout",
     [layer(KeyForm(64), 2, CodedRow(n4=44)), layer(KeyForm(64), 1, (NumberRow(20), NumberRow(28)))],
