@@ -6,18 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.absorbed import check_absorbing
 from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scale, rotation_table, shape_of
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import RowScale
 from rotor.kernels import append as append_module
-from rotor.kernels.absorb_launch import Absorbing, block_starts
+from rotor.kernels import decode_launch
 from rotor.kernels.append import append
-from rotor.kernels.decode_launch import DecodeLayer, blocks_of
 from rotor.kernels.exact_slots import SlotsToFill
-from rotor.kernels.parameters import AttentionParameters, pack_layer
-from rotor.kernels.ranges import KeyRanges
+from rotor.kernels.parameters import pack_layer
 from rotor.kernels.reference.attention import project_keys
 from rotor.kernels.rotary import rotate, within_blocks
 
@@ -237,38 +236,12 @@ def test_a_token_is_stored_in_its_slots(offset: int, on_device: bool, rotary_dim
 
 @pytest.mark.parametrize("dtype", mostly_nightly([torch.float16, torch.float32], lambda dtype: dtype == torch.float16))
 @pytest.mark.parametrize("name", mostly_nightly(["joint", "pre", "numbers", "blocks"], lambda name: name == "joint"))
-def test_queries_are_absorbed_beside_rows(name: str, dtype: torch.dtype) -> None:
-    """As a launch of their own absorbs the rotated ones: of three sequences, of which one reads no rows."""
-    layout, generator = CASES[name], torch.Generator().manual_seed(0)
-    kv_heads = layout.group_size * len(layout.groups)
-    shape = shape_of(kv_heads, 2, 24, 16)
-
-    def random(*size: int) -> torch.Tensor:
-        return torch.randn(size, generator=generator).to(dtype)
-
-    constant = torch.randn(kv_heads, 24, generator=generator) if layout.coded else None
-    basis = random(layout.group_size * 24, layout.key_width)
-    parameters = AttentionParameters(layout, shape, 0.3, query_basis=basis, key_constant=constant)
-    decoding = DecodeLayer(parameters, dtype, torch.device("cpu"))
-    rotation = rotation_table(300, 16, factor=1.3)
-    first, end = torch.tensor([[70, 0, 40], [290, 20, 40]], dtype=torch.int32)
-    ranges, most = KeyRanges(first, end, first, end), blocks_of(decoding, 300)
-    absorbing = Absorbing.of(decoding, ranges, slice(0, 3), most, block_starts(rotation, layout))
-    absorbed, constants = absorbing.absorbed.fill_(7), absorbing.constant.fill_(7)
-    key, query = random(3, 1, kv_heads, 24), random(3, 1, 2 * kv_heads, 24)
-    shift = torch.zeros(layout.key_rank) if layout.coded else None
-    value = random(3, 1, layout.value_rank)
-    index, scale = torch.tensor([[289], [19], [39]]), random_scale(layout, generator)
-    options = {"query": query, "key_basis": random(layout.group_size * 24, layout.key_rank), "key_shift": shift}
-    options |= {"rotation": rotation, "index": index, "scale": scale}
-    alone = append(key, value, layout, shape, **options)
-    made = append(key, value, layout, shape, **options, absorb=absorbing)
-    assert torch.equal(made.key, alone.key)
-    assert torch.equal(made.query, alone.query)
-    found = absorbed.clone(), constants.clone()
-    absorbed.fill_(7)
-    constants.fill_(7)
-    absorbing.launch(made.query[:, :, 0])
-    assert (absorbed != 7).any()
-    for got, expected in zip(found, (absorbed, constants), strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6 if dtype == torch.float32 else 1e-3)
+@pytest.mark.parametrize("memory", [99 << 10, 1 << 10], ids=["the basis held", "the basis loaded anew"])
+def test_queries_are_absorbed_beside_rows(
+    name: str, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launch of their own absorbs the rotated ones."""
+    monkeypatch.setattr(decode_launch, "shared_bytes", lambda device: memory)
+    layout = CASES[name]
+    shape = shape_of(layout.group_size * len(layout.groups), 2, 24, 16)
+    check_absorbing(layout, shape, dtype, torch.device("cpu"))
