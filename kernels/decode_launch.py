@@ -369,7 +369,7 @@ def decode_attention(
                 sequence_ends = exact.until.flatten() if starts is not None else exact.until.flatten()[part]
                 _finish(
                     layer, queries, outputs, partial, partial_lse, table, begin, until, starts, attended, mask, holes,
-                    ExactSlots(exact.key[part], exact.value[part], exact.index[part], exact.first[part], sequence_ends),
+                    exact.part(part, sequence_ends),
                     part, programs, tokens, tiles,
                 )  # fmt: skip
                 continue
@@ -430,7 +430,8 @@ def _finish(
     first, end = (of if starts is not None else of[part] for of in (attended.first, attended.end))
     key, value, none = exact.key, exact.value, begin
     align = math.gcd(16, *(side.stride(place) for side in (key, value) for place in range(3)))
-    sequences, heads = key.shape[0], layer.shape.num_heads
+    sequences, slots = exact.index.shape
+    heads, pages = layer.shape.num_heads, exact.block_table
     # One query head a program where that is needed to fill the GPU; else all heads of a KV head, which share its keys.
     share = layer.per_head if sequences * layer.shape.num_kv_heads >= sm_count(key.device) else 1
     assert layer.output_basis is not None
@@ -438,13 +439,14 @@ def _finish(
         queries, partial, partial_lse, layer.output_basis,
         partial if layer.value_constant is None else layer.value_constant, key, value, exact.index, outputs, table,
         begin, until, none if starts is None else starts, first, end, exact.first, exact.until,
-        none if mask is None else mask, none if holes is None else holes,
-        sequences, len(layer.layout.groups), programs, key.shape[2], outputs.stride(0), queries.stride(0),
+        none if mask is None else mask, none if holes is None else holes, none if pages is None else pages,
+        sequences, len(layer.layout.groups), programs, slots, outputs.stride(0), queries.stride(0),
         queries.stride(1), layer.output_basis.stride(0) // layer.output_align,
         *(side.stride(place) // align for side in (key, value) for place in range(3)), exact.index.stride(0),
-        0 if mask is None else mask.stride(0), math.log2(math.e) * layer.scaling,
-        1.0 if layer.softcap is None else layer.softcap * math.log2(math.e), ALIGN=align,
-        enable_fp_fusion=True, **finish_constants(layer, tokens, tiles, share, mask is not None),
+        0 if pages is None else pages.stride(0), 0 if mask is None else mask.stride(0),
+        math.log2(math.e) * layer.scaling, 1.0 if layer.softcap is None else layer.softcap * math.log2(math.e),
+        ALIGN=align, PAGE=0 if pages is None else key.shape[2], enable_fp_fusion=True,
+        **finish_constants(layer, tokens, tiles, share, mask is not None),
     )  # fmt: skip
 
 

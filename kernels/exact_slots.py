@@ -44,12 +44,14 @@ class ExactSlots:
     """Exact keys and values that the new tokens of a pass attend to, these tokens among them.
 
     key, value: [batch_size, num_kv_heads, slots, head_dim], model's dtype, keys after RoPE, KV heads in the order of
-        the layout.
+        the layout. With a block table pages, [num_pages, num_kv_heads, page_size, head_dim], which only decoding reads.
     index: [batch_size, slots], int32, the row of each slot's token; negative where a slot has none, whose numbers are
         not read.
     first: [batch_size], int32. Codes serve the keys from this row on.
     until: [batch_size, seq_len], int32. Codes serve the keys before this row, for each new token. It does not fall
         from a token to the next. (Of packed sequences [tokens].)
+    block_table: [batch_size, pages of a sequence], int32; row i is in place i % page_size of page i // page_size. None:
+        slots lie one behind the other.
     """
 
     key: Tensor
@@ -57,6 +59,14 @@ class ExactSlots:
     index: Tensor
     first: Tensor
     until: Tensor
+    block_table: Tensor | None = None
+
+    def part(self, sequences: slice, until: Tensor) -> ExactSlots:
+        """Those of some sequences, with their `until`."""
+        own = self.index[sequences], self.first[sequences], until
+        if self.block_table is not None:
+            return ExactSlots(self.key, self.value, *own, self.block_table[sequences])
+        return ExactSlots(self.key[sequences], self.value[sequences], *own)
 
     def coded(self, row: Tensor) -> Tensor:
         """Tell which rows, [batch_size or 1, 1 or slots], codes serve for a new token: [batch_size, seq_len, slots]."""

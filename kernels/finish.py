@@ -16,12 +16,14 @@ from .join import slices_of_group
 
 INTEGERS = [
     "batch_size", "groups", "programs", "slots", "output_stride", "query_stride", "head_stride", "basis_stride",
-    "key_batch", "key_head", "key_slot", "value_batch", "value_head", "value_slot", "index_stride", "mask_stride",
+    "key_batch", "key_head", "key_slot", "value_batch", "value_head", "value_slot", "index_stride", "page_stride",
+    "mask_stride",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all values."""
 
 ADDRESSES = [
     "output", "begin", "until", "query_start", "first", "end", "codes_first", "codes_until", "mask", "holes", "index",
+    "block_table",
 ]  # fmt: skip
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which depends on the part of a batch."""
 
@@ -29,19 +31,19 @@ ADDRESSES = [
 @triton.jit(do_not_specialize=INTEGERS, do_not_specialize_on_alignment=ADDRESSES)
 def finish_kernel(
     query, partial, partial_lse, output_basis, value_constant, key, value, index, output, table, begin, until,
-    query_start, first, end, codes_first, codes_until, mask, holes,
+    query_start, first, end, codes_first, codes_until, mask, holes, block_table,
     batch_size, groups, programs, slots, output_stride, query_stride, head_stride, basis_stride, key_batch, key_head,
-    key_slot, value_batch, value_head, value_slot, index_stride, mask_stride, scale, softcap,
+    key_slot, value_batch, value_head, value_slot, index_stride, page_stride, mask_stride, scale, softcap,
     CODED: tl.constexpr, HEADS: tl.constexpr, PER_HEAD: tl.constexpr, SHARE: tl.constexpr, TOKENS: tl.constexpr,
     APART: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr, ALIGN: tl.constexpr,
     BASIS_ALIGN: tl.constexpr, VALUE_COLUMNS: tl.constexpr, VALUE_FULL: tl.constexpr, COLUMNS: tl.constexpr,
-    STEP: tl.constexpr, SLICES: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, CONSTANT: tl.constexpr,
-    MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    STEP: tl.constexpr, SLICES: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    CONSTANT: tl.constexpr, MASK: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Finish SHARE query heads of a sequence. Grid: query heads over SHARE, sequences.
 
     Tensors:
-        query: [tokens, num_heads, head_dim], rotated. key, value, index: as in `exact_slots.ExactSlots`.
+        query: [tokens, num_heads, head_dim], rotated. key, value, index, block_table: as in `exact_slots.ExactSlots`.
         partial, partial_lse, table: of `decode_kernel`; entry 7 of a group in `table` is the first column of its values
             in the basis, in units of BASIS_ALIGN.
         output_basis: [HEADS * head_dim, sum of value widths]. value_constant: [num_kv_heads, head_dim], float32.
@@ -53,7 +55,7 @@ def finish_kernel(
             of that: the rows are repeated.
         DIM: head_dim, padded. ALIGN: unit of the strides of exact keys and values.
         COLUMNS: of values' latents, whose partial results are joined at once, SLICES at a time.
-        KEYS: exact keys of a tile.
+        KEYS: exact keys of a tile. PAGE: tokens of a page of them; 0 without pages.
     """
     DTYPE: tl.constexpr = output.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -84,14 +86,20 @@ def finish_kernel(
     largest = tl.full((ROWS,), UNSEEN, tl.float32)
     exact_weight = tl.zeros((ROWS,), tl.float32)
     attended = tl.zeros((DIM, ROWS), tl.float32)
-    keys = key + (sequence.to(tl.int64) * key_batch + kv_head.to(tl.int64) * key_head) * ALIGN
-    values = value + (sequence.to(tl.int64) * value_batch + kv_head.to(tl.int64) * value_head) * ALIGN
+    keys = key + kv_head.to(tl.int64) * key_head * ALIGN
+    values = value + kv_head.to(tl.int64) * value_head * ALIGN
     for start in tl.range(0, slots, KEYS, num_stages=STAGES):
         slot = start + tl.arange(0, KEYS)
         place = tl.load(index + sequence.to(tl.int64) * index_stride + slot, mask=slot < slots, other=-1)
         held = (place >= 0)[:, None] & (dim < HEAD_DIM)[None, :]
-        k = tl.load(keys + slot[:, None] * key_slot * ALIGN + dim[None, :], mask=held, other=0.0)
-        v = tl.load(values + slot[:, None] * value_slot * ALIGN + dim[None, :], mask=held, other=0.0)
+        page = tl.zeros_like(slot).to(tl.int64) + sequence
+        if PAGE:
+            table_row = block_table + sequence.to(tl.int64) * page_stride
+            page = tl.load(table_row + place // PAGE, mask=place >= 0, other=0).to(tl.int64)
+            slot = place % PAGE
+        k = tl.load(keys + (page * key_batch + slot * key_slot)[:, None] * ALIGN + dim[None, :], mask=held, other=0.0)
+        at_values = values + (page * value_batch + slot * value_slot)[:, None] * ALIGN
+        v = tl.load(at_values + dim[None, :], mask=held, other=0.0)
         logits = tl.dot(k, q, tl.zeros((KEYS, ROWS), tl.float32), input_precision=PRECISION) * scale
         if SOFTCAP:
             logits = softcap - 2.0 * softcap / (tl.exp2(logits * (2.0 * 1.4426950408889634 / softcap)) + 1.0)

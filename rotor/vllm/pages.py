@@ -203,9 +203,16 @@ class PagedLayer:
             key, value: [at least tokens, *], heads of whole groups side by side, keys after RoPE.
             slots: as of `write`.
         """
-        sides = [self.shard.own_heads(side[: len(slots)]).flatten(1) for side in (key, value)]
+        sides = [self.shard.own_heads(side[: len(slots)]) for side in (key, value)]
+        if self.kernels is not None:
+            from ..kernels.exact_pages import store_exactly  # imports Triton
+
+            store_exactly(*sides, pages[..., : self.exact_bytes].view(self.dtype), slots)
+            return
         places, page_size = slots.clamp(min=0).long(), pages.shape[1]
-        pages[places // page_size, places % page_size, : self.exact_bytes] = torch.cat(sides, -1).view(torch.uint8)
+        pages[places // page_size, places % page_size, : self.exact_bytes] = (
+            torch.cat(sides, 1).flatten(1).view(torch.uint8)
+        )
 
     def read_exactly(self, pages: Tensor, block_table: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         """Read exact keys and values of tokens, [..., num_kv_heads, head_dim] each.
@@ -213,11 +220,16 @@ class PagedLayer:
         Args:
             block_table: [..., pages of a sequence]. index: [..., tokens], of tokens whose pages are there.
         """
-        shape, page_size = self.shard.shape, pages.shape[1]
+        index, page_size = index.clamp(min=0).long(), pages.shape[1]
+        at = block_table.gather(-1, index // page_size).long(), index % page_size
+        key, value = (side[at] for side in self._exact_sides(pages))
+        return key, value
+
+    def _exact_sides(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Exact keys and values of all pages, [num_pages, page_size, num_kv_heads, head_dim], views."""
+        shape = self.shard.shape
         numbers = pages[..., : self.exact_bytes].view(self.dtype)
-        index = index.clamp(min=0).long()
-        numbers_of_tokens = numbers[block_table.gather(-1, index // page_size).long(), index % page_size]
-        key, value = numbers_of_tokens.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
+        key, value = numbers.unflatten(-1, (2, shape.num_kv_heads, shape.head_dim)).unbind(-3)
         return key, value
 
     def attend_step(
@@ -292,6 +304,9 @@ class PagedLayer:
             return ExactSlots(key, value, *bounds)
         held = min(tokens.first, exact.pages.shape[1])
         bounds = step.bounds(first, end, tokens.within(self.window).newest, held, exact.block_table)
+        if end == step.num_decodes:
+            key, value = (side.transpose(1, 2) for side in self._exact_sides(exact.pages))
+            return ExactSlots(key, value, *bounds, exact.block_table[first:end])
         sides = self.read_exactly(exact.pages, exact.block_table[first:end], bounds.places)
         return ExactSlots(sides[0].transpose(1, 2), sides[1].transpose(1, 2), *bounds)
 

@@ -185,6 +185,22 @@ def exact_keys(
     return ExactSlots(2 * key, value, index, begins, until)
 
 
+def exact_in_pages(exact: ExactSlots, page_size: int) -> ExactSlots:
+    """The same in permuted pages; what belongs to no slot is poisoned, and entries of no page are far out."""
+    rows = exact.index.long() // page_size
+    table = torch.full((len(rows), int(rows.max()) + 1), 1 << 30, dtype=torch.int32)
+    held = torch.stack([torch.zeros_like(table).index_fill_(1, own[own >= 0], 1)[0] for own in rows]) > 0
+    table[held] = torch.randperm(int(held.sum()), generator=torch.Generator().manual_seed(6)).int()
+    sides = []
+    for side in (exact.key, exact.value):
+        pages = torch.full((int(held.sum()), page_size, side.shape[1], side.shape[3]), float("nan"), dtype=side.dtype)
+        for sequence, slot in (exact.index >= 0).nonzero().tolist():
+            row = int(exact.index[sequence, slot])
+            pages[table[sequence, row // page_size], row % page_size] = side[sequence, :, slot]
+        sides.append(pages.transpose(1, 2))
+    return replace(exact, key=sides[0], value=sides[1], block_table=table)
+
+
 def causal(batch_size: int, seq_len: int, kv_len: int, window: int | None = None) -> Tensor:
     """[batch_size, seq_len, kv_len]: the last seq_len of kv_len keys are the queries' own."""
     position = torch.arange(seq_len)[:, None] + kv_len - seq_len

@@ -150,6 +150,9 @@ class _Layer:
             starts = block_starts(self.rotation, layout)
         if layout.exact is not None:
             exact = random_slots(layout.exact, shape, 1, 1, subject.dtype, torch.Generator())
+        if exact is not None and self.block_table is not None:
+            pages = torch.zeros(1, shape.num_kv_heads, subject.page, shape.head_dim, dtype=subject.dtype)
+            exact = replace(exact, key=pages, value=pages, block_table=self.block_table)
         with recorded(self.arch, sms) as launched:
             layer = DecodeLayer(self.parameters, subject.dtype, CPU)
             if layer.folded:

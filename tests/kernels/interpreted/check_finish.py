@@ -8,7 +8,7 @@ import pytest
 import torch
 from check_decode import HALF, HEADS, SINGLE, allowed_of, layer_of
 from support import kernel_truth as truth
-from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, with_values
+from support.kernel_cases import exact_in_pages, exact_keys, in_pages, random_case, shape_of, with_values
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
@@ -21,9 +21,9 @@ from rotor.kernels.ranges import KeyRanges, ranges_of_codes
 
 def check(
     layout: LayerLayout, lengths: list[int], tokens: list[int] | None = None, *, first: int = 4, newest: int = 20,
-    page: int = 0, programs: int | None = 5, dtype: torch.dtype = HALF, per_head: int = 2, head_dim: int = 32,
-    rotary: int | None = None, window: int | None = None, starts: list[int] | None = None, holes: bool = False,
-    **rest: float,
+    page: int = 0, exact_page: int = 0, programs: int | None = 5, dtype: torch.dtype = HALF, per_head: int = 2,
+    head_dim: int = 32, rotary: int | None = None, window: int | None = None, starts: list[int] | None = None,
+    holes: bool = False, **rest: float,
 ) -> None:  # fmt: skip
     """By the worst number, the error against float64 is at most twice that of plain PyTorch in the same dtype."""
     counts = tokens or [1] * len(lengths)
@@ -59,7 +59,7 @@ def check(
         pages = in_pages(case, lengths, page)
         rows, table = (pages.key, pages.value), pages.block_table
     until = torch.cat([own[:count] for own, count in zip(exact.until, counts, strict=True)])
-    exact = replace(exact, until=until)
+    exact = replace(exact_in_pages(exact, exact_page) if exact_page else exact, until=until)
     got = decode_attention(
         torch.cat(packed), *rows, layer, ranges_of_codes(ranges, exact), rotations, block_table=table,
         programs=programs, exact=exact, attended=ranges,
@@ -129,6 +129,14 @@ def test_windows_padding_holes(window: int | None, block: int | None) -> None:
 def test_other_numbers_of_exact_tokens(first: int, newest: int) -> None:
     """With more than a tile of them."""
     check(layer_of([32], 1, block=64), [180, 90, 1], first=first, newest=newest)
+
+
+@pytest.mark.parametrize("exact_page", mostly_nightly([16, 48], lambda page: page == 16))
+def test_exact_tokens_in_pages(exact_page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(layer_of([64, 64], 1, block=64), [150, 64, 20, 3], page=32, exact_page=exact_page)
+    check(layer_of([32], 2, block=64), [70, 33, 90], [2, 1, 3], page=64, exact_page=exact_page, first=0)
+    monkeypatch.setattr(absorb_launch, "ABSORBED_BYTES", 1)
+    check(layer_of([64], 1, block=64), [70, 20, 40], exact_page=exact_page)
 
 
 def test_softcap() -> None:
