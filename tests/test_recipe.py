@@ -62,7 +62,7 @@ def test_an_exponent_makes_a_number() -> None:
         ("tokens=3", "tokens is a section"),
         ("tokens.count.more=3", "count has no fields of its own"),
         ("ranks.probe_shares=[0.9, 1.5]", "ranks.probe_shares"),
-        ("groups.rope_block=48", "groups.rope_block: got 48, expected a power of two from 1 to 64"),
+        ("groups.rope_block=48", "groups.rope_block: got 48, expected a power of two from 1 to 128"),
         ("groups.fast_planes=0", "unknown key 'groups.fast_planes'"),
         ("groups.domain=pre", "got 'svd', expected one of whitened, kq, fisher, palu"),
         ("groups.size=any", "groups.size: got 'any', expected a whole number from 1 to 65536 or one of all, auto"),

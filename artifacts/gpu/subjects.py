@@ -8,7 +8,7 @@ from functools import cache
 import torch
 
 from rotor.calibration.prediction.cost import DecodeStep
-from rotor.checkpoint.layout import MOST_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
+from rotor.checkpoint.layout import USUAL_ROPE_BLOCK, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import CodedRow, NumberRow, Row
 from rotor.kernels.dispatch import default_layer
 from rotor.tools.bench.precompile import Subject
@@ -37,7 +37,7 @@ def subject_of(
     if kind != "numbers":
         scaled, cut = kind == "joint", SPLIT * heads if split else 0
         key = CodedRow(n4=nibbles - cut - scaled, n2=2 * cut, split=int(split), scaled=scaled)
-    value, block = (None, MOST_ROPE_BLOCK) if kind == "joint" else (key, None)
+    value, block = (None, USUAL_ROPE_BLOCK) if kind == "joint" else (key, None)
     groups = (GroupLayout(tuple(range(i, i + heads)), key, value) for i in range(0, shape.num_kv_heads, heads))
     layout = LayerLayout(tuple(groups), block)
     return Subject(name, layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from rotor.checkpoint.layout import LayerLayout
+from rotor.checkpoint.layout import MOST_ROPE_BLOCK, LayerLayout
 
 from ..parameters import AttentionParameters, masked, scaled_and_capped, seq_len_of, shown_by
 from ..rotary import Rotation
@@ -24,8 +24,8 @@ BLOCK_ELEMENTS_CPU = 1 << 18
 BLOCK_ELEMENTS_GPU = 1 << 26
 """Numbers or logits of a block of keys; on a CPU what a core's cache holds."""
 
-LEAST_BLOCK = 64
-"""Fewest keys of a block."""
+LEAST_BLOCK = MOST_ROPE_BLOCK
+"""Fewest keys that are read at a time: whole blocks of positions."""
 
 
 def project_keys(

@@ -22,15 +22,18 @@ from ..checked import Expect, JsonObject, Reader
 from ..errors import CheckpointError
 from .rows import EDITED, MAX_RANK, Row, StoredRow, read_alike
 
-MOST_ROPE_BLOCK = 64
+MOST_ROPE_BLOCK = 128
 """Positions of the largest block."""
+
+USUAL_ROPE_BLOCK = 64
+"""Positions of a block unless a recipe says otherwise."""
 
 SLOTS_AT_A_TIME = 16
 """Slots that the ring of a short sequence grows by: each time what it holds is copied."""
 
 FirstTokens = Annotated[int, Expect(range(65).__contains__, "a number of tokens from 0 to 64")]
 NewestTokens = Annotated[int, Expect(range(1, 4097).__contains__, "a number of tokens from 1 to 4096")]
-RopeBlock = Annotated[int, Expect({1, 2, 4, 8, 16, 32, 64}.__contains__, "a power of two from 1 to 64")]
+RopeBlock = Annotated[int, Expect({1, 2, 4, 8, 16, 32, 64, 128}.__contains__, "a power of two from 1 to 128")]
 
 Side = TypeVar("Side")
 """Pair of something for keys and for values: rows, tensors, sizes."""

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from ..checked import Expect, OneOf
-from ..checkpoint.layout import MOST_ROPE_BLOCK, ExactTokens, FirstTokens, RopeBlock
+from ..checkpoint.layout import USUAL_ROPE_BLOCK, ExactTokens, FirstTokens, RopeBlock
 from ..checkpoint.rows import WIDTHS
 from .basis_methods import QK_METHODS, VO_METHODS, BasisMethod
 from .metric_registry import METRICS
@@ -112,7 +112,7 @@ class Groups:
     """Keys and values of a group have one latent, as both come from the same hidden state, and each token's row a
     scale; where that can be: codes, in bases by fisher without refit, of keys before RoPE or in blocks. Elsewhere they
     keep a latent each."""
-    rope_block: RopeBlock = MOST_ROPE_BLOCK
+    rope_block: RopeBlock = USUAL_ROPE_BLOCK
     """Positions of a block of domain `block`, a power of two up to 64: fewer take more arithmetic. With exact tokens 64
     takes as few bytes as less; without them (exact.newest=0) near keys are read from codes too, and on SmolLM2 16 has a
     sixth less of the KL, 4 two fifths.

@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from ..checkpoint.layout import ExactTokens
+from ..checkpoint.layout import MOST_ROPE_BLOCK, ExactTokens
 from ..errors import UsageError
 from ..kernels.exact_slots import ExactSlots, SlotBounds, SlotsToFill
 from ..kernels.parameters import shown_by
@@ -78,8 +78,8 @@ class SeenTokens(NamedTuple):
 class Division(NamedTuple):
     """The keys of a pass, divided into those read from rows and those read exactly.
 
-    rows: mask over rows; None: all in `keys`. keys: rows that some query reads lie within it, from a multiple of 64 on;
-    None: not known, empty: none. exact: mask over SeenTokens.key; None: all.
+    rows: mask over rows; None: all in `keys`. keys: rows that some query reads lie within it, from the beginning of a
+    block on; None: not known, empty: none. exact: mask over SeenTokens.key; None: all.
     """
 
     rows: Tensor | None
@@ -333,14 +333,15 @@ def _restricted(mask: Tensor, by: Tensor) -> Tensor:
 
 
 def _rows_seen(shown: Tensor) -> range | None:
-    """The rows that some query sees, from a multiple of 64 on; None on a device, whose answer would be waited for."""
+    """The rows that some query sees, from the beginning of a block on; None on a device, whose answer would be waited
+    for."""
     if not _on_host(shown):
         return None
     places = shown.flatten(0, -2).any(0).nonzero()
     if not len(places):
         return range(0)
     first = int(places[0])
-    return range(first - first % 64, int(places[-1]) + 1)
+    return range(first - first % MOST_ROPE_BLOCK, int(places[-1]) + 1)
 
 
 def division_of_pass(exact: ExactTokens, seen: SeenTokens, mask: Tensor | None, now: Pass) -> Division:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_cases import LAYERS, case_of, causal, layer, random_case, shape_of
+from support.kernel_cases import LAYERS, MIXED, case_of, causal, layer, random_case, shape_of
 from torch.nn import functional
 
-from rotor.checkpoint.layout import POST_ROPE
+from rotor.checkpoint.layout import POST_ROPE, KeyForm
 from rotor.checkpoint.rows import NumberRow
 from rotor.kernels.reference.attention import attention
 from rotor.kernels.rotary import when_read
@@ -22,6 +22,18 @@ def test_masks_and_caps(name, seq_len, softcap) -> None:
     rotation = None if case.rotation is None else tuple(t[:90] for t in when_read(case.rotation, LAYERS[name].form))
     rows = case.key.unsqueeze(1), case.value.unsqueeze(1)
     got = attention(case.query, *rows, case.parameters, rotation, allowed[:, None])
+    torch.testing.assert_close(got.double(), case.exact(allowed)[0], atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("block", [64, 128])
+def test_attended_keys_begin_within_a_block(block: int) -> None:
+    """Of so few queries that they are absorbed for each block."""
+    of = layer(KeyForm(block), 1, MIXED)
+    case = random_case(of, shape_of(1, 2, 24, 16), 2, 1, 300)
+    allowed = causal(2, 1, 300, window=100)
+    assert case.rotation is not None
+    rotation = tuple(table[:300] for table in when_read(case.rotation, of.form))
+    got = attention(case.query, case.key[:, None], case.value[:, None], case.parameters, rotation, allowed[:, None])
     torch.testing.assert_close(got.double(), case.exact(allowed)[0], atol=3e-4, rtol=1e-4)
 
 

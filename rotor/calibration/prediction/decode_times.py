@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...checkpoint.layout import (
-    MOST_ROPE_BLOCK,
     POST_ROPE,
+    USUAL_ROPE_BLOCK,
     AttentionShape,
     GroupLayout,
     KeyForm,
@@ -61,7 +61,7 @@ def decode_times(
     Args:
         chosen: forms of a recipe's layers, which are added to the candidates with all group sizes.
     """
-    blocks = KeyForm(MOST_ROPE_BLOCK) if shape.rotates else POST_ROPE
+    blocks = KeyForm(USUAL_ROPE_BLOCK) if shape.rotates else POST_ROPE
     forms = list(dict.fromkeys([*((form.keys, form.joint) for form in chosen), (blocks, True), (POST_ROPE, False)]))
     candidates = [LayerForm(keys, size, joint) for keys, joint in forms for size in group_sizes(shape)]
     most = max(shape.sizes, key=lambda sizes: sizes.rotary_planes)

@@ -109,6 +109,11 @@ def test_joint_in_blocks(dtype: torch.dtype) -> None:
     check(layer_of([64, 64], 1, block=64), [150, 64, 1], dtype=dtype, page=64)
 
 
+def test_blocks_of_two_tiles() -> None:
+    check(layer_of([64, 48], 1, block=128), [300, 130, 64, 1], per_head=1, page=64)
+    check(layer_of([64], 1, block=128), [300, 90], per_head=1, window=100)
+
+
 @pytest.mark.parametrize(("page", "keys"), mostly_nightly([(0, 16), (16, 64), (48, 32)], lambda case: case[0] == 48))
 def test_pages(page: int, keys: int) -> None:
     """Of any multiple of 16."""
