@@ -56,7 +56,7 @@ def test_calibrate_from_the_hub_pins_the_commit(offline: Path, tmp_path: Path) -
     info["model"]["hub_id"] = None
     (out / "run.json").write_text(json.dumps(info))
     reseal(out)
-    with pytest.raises(CheckpointError, match="gone: no such folder; .* was calibrated on the model in it") as caught:
+    with pytest.raises(CheckpointError, match="was calibrated on the model in it") as caught:
         export(out, tmp_path / "checkpoint", compression=0.5, measure=False)
     assert f"ln -s MODEL {tmp_path / 'gone'}" in str(caught.value.hint)
     (tmp_path / "gone").symlink_to(DEMO_MODEL)
