@@ -27,14 +27,47 @@ def absorb_kernel(
     GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
     ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
     PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
-    COUNT: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+    COUNT: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """Absorb one query head of one new token, for COUNT blocks at a time.
 
     Grid: programs that share the blocks of a sequence, query heads, sequences times TOKENS.
 
+    query: [tokens, num_heads, head_dim], rotated; ALIGN: unit of its strides. query_start: of `ranges.KeyRanges`. All
+    else is as in `absorb_head`.
+    """
+    head = tl.program_id(1)
+    sequence = tl.program_id(2) // TOKENS
+    new = tl.program_id(2) % TOKENS
+    token = sequence
+    b = tl.load(begin + sequence)
+    u = tl.load(until + sequence)
+    if TOKENS > 1:
+        token = tl.load(query_start + sequence) + new
+        u = tl.where(token < tl.load(query_start + sequence + 1), u, 0)  # padding tokens attend to nothing
+    absorb_head(
+        query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN, query, query, basis, constants,
+        starts, absorbed, constant, b, u, head, sequence, new, tl.program_id(0), tl.num_programs(0), max_blocks,
+        starts_blocks, scale, False, GROUPS, CODED, SCALED, PLANES, ROTARY, HEAD_DIM, REST, BLOCK, HEADS, PER_HEAD,
+        TOKENS, COLUMNS, PART, CHUNK, COUNT, STAGES, HELD, PRECISION, ASM,
+    )  # fmt: skip
+
+
+@triton.jit
+def absorb_head(
+    query_row, query_cos, query_sin, basis, constants, starts, absorbed, constant, begin, until, head, sequence, new,
+    program, programs, max_blocks, starts_blocks, scale, ROTATE: tl.constexpr,
+    GROUPS: tl.constexpr, CODED: tl.constexpr, SCALED: tl.constexpr, PLANES: tl.constexpr,
+    ROTARY: tl.constexpr, HEAD_DIM: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr,
+    PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr,
+    COUNT: tl.constexpr, STAGES: tl.constexpr, HELD: tl.constexpr, PRECISION: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Absorb one query head of one new token for the blocks of its sequence that a program has, COUNT at a time.
+
     Tensors:
-        query: [tokens, num_heads, head_dim], rotated.
+        query_row: [head_dim], rotated; with ROTATE before RoPE, and query_cos, query_sin are those of its position,
+            [planes].
         basis: [groups, HEADS, ROTARY + REST, CHUNK, operands, COLUMNS], rows of the query basis as decoding reads a
             latent: of CHUNK / 2 planes both halves as neighbours, so often, then of dimensions without RoPE.
         constants: [groups, HEADS, ROTARY + REST, CHUNK, 8], the same rows of the constant key, and of that which the
@@ -44,12 +77,14 @@ def absorb_kernel(
             blocks behind those of the one before; 0 where all have the same.
         absorbed, constant: outputs, in the form of `decode_kernel`'s arguments. Products are in the dtype
             of the first.
+    begin, until: the keys that the sequence attends to. new: which of its TOKENS new tokens. program, programs: which
+    of those that share the blocks.
     Constants:
         CHUNK: dimensions that a product takes at a time. ROTARY, REST: chunks of rotary planes, and of dimensions
             without RoPE. PLANES: number of rotary planes.
         BLOCK: positions of a block; 0 for a single block at position 0.
         SCALED: whether rows have a scale. PART: columns at a time, of all operands side by side.
-        ALIGN: unit of the strides of queries. ASM: see `once`.
+        HELD: keep the basis in shared memory; else each COUNT blocks load it anew. STAGES: of copies. ASM: see `once`.
     """
     DTYPE: tl.constexpr = absorbed.dtype.element_ty
     OPERANDS: tl.constexpr = CODED if CODED else 1
@@ -59,24 +94,13 @@ def absorb_kernel(
     HALF: tl.constexpr = CHUNK // 2
     STARTS: tl.constexpr = ROTARY * HALF
     ROWS: tl.constexpr = HEADS * PER_HEAD
-    head = tl.program_id(1)
-    sequence = tl.program_id(2) // TOKENS
-    new = tl.program_id(2) % TOKENS
-    token = sequence
-    if TOKENS > 1:
-        token = tl.load(query_start + sequence) + new
     group = head // ROWS
-    # Blocks that the sequence attends to, from block_0 on; padding tokens have none.
-    b = tl.load(begin + sequence)
-    u = tl.load(until + sequence)
-    block_0 = b // BLOCK if BLOCK else 0
-    blocks = ((u + BLOCK - 1) // BLOCK - block_0) if BLOCK else tl.where(u > b, 1, 0)
-    if TOKENS > 1:
-        blocks = tl.where(token < tl.load(query_start + sequence + 1), blocks, 0)
+    # Blocks that the sequence attends to, from block_0 on.
+    block_0 = begin // BLOCK if BLOCK else 0
+    blocks = ((until + BLOCK - 1) // BLOCK - block_0) if BLOCK else tl.where(until > begin, 1, 0)
     first_start = block_0 + sequence * starts_blocks
-    first_block = tl.program_id(0) * COUNT
+    first_block = program * COUNT
     if first_block < blocks:
-        query_row = query + token.to(tl.int64) * query_stride * ALIGN + head * head_stride * ALIGN
         own_basis = basis + (head // PER_HEAD).to(tl.int64) * (CHUNKS * CHUNK * OPERANDS * COLUMNS)
         own_constants = constants + head // PER_HEAD * (CHUNKS * CHUNK * 8)
         place = tl.arange(0, COUNT)
@@ -88,10 +112,11 @@ def absorb_kernel(
         # constants, [CHUNK, 8]; the query, in halves of its planes, [1, HALF], and without RoPE, [COUNT, CHUNK].
         matrices = ()
         of_excess = ()
+        at_basis = own_basis + (within * WIDTH)[:, None] + column[None, :]
         for i in tl.static_range(PARTS):
-            for c in tl.static_range(CHUNKS):
-                rows = own_basis + ((within + c * CHUNK) * WIDTH)[:, None]
-                matrices += (tl.load(rows + (i * PART + column)[None, :]),)
+            if HELD:
+                for c in tl.static_range(CHUNKS):
+                    matrices += (tl.load(at_basis + (c * CHUNK * WIDTH + i * PART)),)
             less = tl.zeros((PART,), tl.float32)
             for j in tl.static_range(OPERANDS):
                 less = tl.where((i * PART + column) // COLUMNS == j, -excess(j), less)
@@ -103,8 +128,11 @@ def absorb_kernel(
         planes = ()
         for c in tl.static_range(ROTARY):
             plane = half + c * HALF
-            planes += (tl.load(query_row + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
-            planes += (tl.load(query_row + PLANES + plane, mask=plane < PLANES, other=0.0).to(tl.float32)[None, :],)
+            own = tl.load(query_row + plane, mask=plane < PLANES, other=0.0)
+            other = tl.load(query_row + PLANES + plane, mask=plane < PLANES, other=0.0)
+            if ROTATE:
+                own, other = rotated_planes(own, other, query_cos, query_sin, plane, plane < PLANES)
+            planes += (own.to(tl.float32)[None, :], other.to(tl.float32)[None, :])
         still = ()
         for c in tl.static_range(REST):
             dimension = within + (2 * PLANES + c * CHUNK)
@@ -115,7 +143,7 @@ def absorb_kernel(
         at_block = place * (GROUPS * TOKENS * ROWS)
         out = absorbed + (at_block * WIDTH)[:, None] + column[None, :]
         # COUNT blocks are the rows of one product: the basis, which is the larger operand, is loaded once for all.
-        for start in range(first_block, blocks, tl.num_programs(0) * COUNT):
+        for start in tl.range(first_block, blocks, programs * COUNT, num_stages=STAGES):
             inside = start + place < blocks
             of_group = ((sequence * max_blocks + start) * GROUPS + group).to(tl.int64)
             index = of_group * (TOKENS * ROWS) + (new * ROWS + head % ROWS)
@@ -139,7 +167,11 @@ def absorb_kernel(
             for i in tl.static_range(PARTS):
                 product = tl.zeros((COUNT, PART), tl.float32)
                 for c in tl.static_range(CHUNKS):
-                    product = tl.dot(rotated[c], matrices[i * CHUNKS + c], product, input_precision=PRECISION)
+                    if HELD:
+                        matrix = matrices[i * CHUNKS + c]
+                    else:
+                        matrix = tl.load(at_basis + (c * CHUNK * WIDTH + i * PART))
+                    product = tl.dot(rotated[c], matrix, product, input_precision=PRECISION)
                 rounded = product.to(DTYPE)
                 tl.store(out + (index * WIDTH + i * PART), rounded, mask=inside[:, None])
                 if CODED:
@@ -155,6 +187,16 @@ def absorb_kernel(
                     tl.store(pair + TOKENS * ROWS, scaled * UNIT, mask=inside)
                 else:
                     tl.store(constant + index + at_block, (unscaled + scaled) * scale, mask=inside)
+
+
+@triton.jit
+def rotated_planes(first, second, cos, sin, plane, there):
+    """Both halves of rotary planes, rotated by cos and sin, and rounded as the rotated query is stored."""
+    own_cos = tl.load(cos + plane, mask=there, other=1.0).to(tl.float32)
+    own_sin = tl.load(sin + plane, mask=there, other=0.0).to(tl.float32)
+    kind = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    return (first * own_cos - second * own_sin).to(kind), (second * own_cos + first * own_sin).to(kind)
 
 
 @triton.jit

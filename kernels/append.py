@@ -28,6 +28,8 @@ from torch import Tensor
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 from rotor.checkpoint.rows import SCALE_LARGEST, SCALE_MIDDLE, SCALE_STEPS, CodedRow, RowScale
 
+from .absorb import absorb_head
+from .absorb_launch import Absorbing, JoinedPrograms
 from .arrivals import counters, last_of, prepare_counters
 from .exact_slots import SlotsToFill
 from .launch import device_table, launch, padded, precision
@@ -53,12 +55,18 @@ NONE, WHOLE, BLOCK = 0, 1, 2
 LATENT_BYTES = 64 << 20
 """Most bytes of latents that programs of a launch leave to others; more tokens are appended in parts."""
 
+ABSORBS = (
+    "GROUPS", "CODED", "SCALED", "PLANES", "ROTARY", "REST", "BLOCK", "HEADS", "PER_HEAD", "COLUMNS", "PART", "CHUNK",
+    "COUNT", "STAGES", "HELD", "ASM",
+)  # fmt: skip
+"""Constants of absorbing, see `DecodeLayer.absorb_constants`."""
+
 INTEGERS = [
     "first_token", "tokens", "seq_len", "table_rows", "index_batch", "block", "page", "query_batch",
     "query_position", "query_head", "key_batch", "key_position", "key_head", "value_batch", "value_position",
     "value_head", "basis_stride", "value_basis_stride", "table_stride", "key_page", "key_row", "value_page",
     "value_row", "num_heads", "rotated_heads", "groups", "rank", "offset", "begin", "slots_batch",
-    "slots_head", "slots_slot",
+    "slots_head", "slots_slot", "job_count", "blocks", "shared", "max_blocks", "starts_blocks",
 ]  # fmt: skip
 """Integer arguments that the kernel is not specialised on: one compiled kernel serves all lengths."""
 
@@ -78,6 +86,8 @@ ADDRESSES = [
     "value_rows",
     "offsets",
     "begins",
+    "codes_begin",
+    "codes_until",
 ]
 """Pointers that the kernel is not specialised on being multiples of 16 bytes, which a view may not be. Another kernel
 would be compiled for it, perhaps while a CUDA graph is captured. Strides are not known to be multiples either, so
@@ -223,11 +233,13 @@ def store_head(
 def append_kernel(
     query, key, value, key_basis, key_shift, value_basis, value_shift, cos, sin, index, slots, query_out, key_rows,
     value_rows, places, jobs, latents_out, arrived, code_shift, code_length, code_halves, code_places, code_groups,
-    exact_keys, exact_values, offsets, begins,
+    exact_keys, exact_values, offsets, begins, query_basis, constants, starts, absorbed, block_constant, codes_begin,
+    codes_until,
     first_token, tokens, seq_len, table_rows, index_batch, block, page, query_batch, query_position, query_head,
     key_batch, key_position, key_head, value_batch, value_position, value_head, basis_stride, value_basis_stride,
     table_stride, key_page, key_row, value_page, value_row, num_heads, rotated_heads, groups,
-    rank, offset, begin, slots_batch, slots_head, slots_slot,
+    rank, offset, begin, slots_batch, slots_head, slots_slot, job_count, blocks, shared, max_blocks, starts_blocks,
+    scale,
     SIZE: tl.constexpr, MODE: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr, REST: tl.constexpr,
     REST_PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, CODED: tl.constexpr,
     FOLDED: tl.constexpr, PART: tl.constexpr, SHIFT: tl.constexpr, VALUE_BASIS: tl.constexpr,
@@ -235,9 +247,16 @@ def append_kernel(
     STORE: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, OFFSETS: tl.constexpr, BEGINS: tl.constexpr,
     LATENTS: tl.constexpr, MIDDLE: tl.constexpr, LARGEST: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr, FIELDS: tl.constexpr, GROUP_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr, ABSORB: tl.constexpr, ABSORB_GROUPS: tl.constexpr, ABSORB_CODED: tl.constexpr,
+    ABSORB_SCALED: tl.constexpr, ABSORB_PLANES: tl.constexpr, ABSORB_ROTARY: tl.constexpr, ABSORB_REST: tl.constexpr,
+    ABSORB_BLOCK: tl.constexpr, ABSORB_HEADS: tl.constexpr, ABSORB_PER_HEAD: tl.constexpr,
+    ABSORB_COLUMNS: tl.constexpr, ABSORB_PART: tl.constexpr, ABSORB_CHUNK: tl.constexpr, ABSORB_COUNT: tl.constexpr,
+    ABSORB_STAGES: tl.constexpr, ABSORB_HELD: tl.constexpr, ABSORB_ASM: tl.constexpr,
 ):  # fmt: skip
-    """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`. Grid: blocks of ROWS tokens, jobs.
+    """Do one job for ROWS of the tokens first_token ... tokens - 1; see `append`.
+
+    Grid: `blocks` of ROWS tokens for each of job_count jobs; with ABSORB behind these `shared` programs for each query
+    head of each sequence, which do what those of `absorb_kernel` do, for a query that is rotated here.
 
     MODE: rotation of keys (NONE, WHOLE, BLOCK). FOLDED: keys are given as latents. PART: `value` is the values'
     part of joint latents and is added to that of the keys. SHIFT: the basis has a shift. VALUE_BASIS: values are
@@ -247,19 +266,40 @@ def append_kernel(
     LANES: lanes of the digit table, 4 or 8. LATENTS: joint groups of codes, whose latents are left in
     `latents_out`, [tokens - first_token, rank] float32, and coded by the last program of a group, by the tables of
     `quantise.CodingPlan`; arrived: counters, see `arrivals`, for each block of tokens and group.
+    query_basis ... codes_until: of `absorb_head`; ABSORB_...: its constants.
     """
     # ROWS tokens, and a job of the table: words of a row, a query head to rotate, or a KV head to store exactly. One
     # launch does all kinds: in a small step most of the time is that of launches.
-    token = first_token + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    program = tl.program_id(0)
+    if ABSORB:  # noqa: SIM102
+        if program >= blocks * job_count:
+            query_program = program - blocks * job_count
+            query_now, part = query_program // shared, query_program % shared
+            of_sequence, own_head = query_now // num_heads, query_now % num_heads
+            own_row = of_sequence % table_rows
+            if INDEX:
+                own_row = tl.load(index + of_sequence * index_batch).to(tl.int32)
+            of_position = own_row.to(tl.int64) * table_stride
+            absorb_head(
+                query + of_sequence.to(tl.int64) * query_batch + own_head * query_head, cos + of_position,
+                sin + of_position, query_basis, constants, starts, absorbed, block_constant,
+                tl.load(codes_begin + of_sequence), tl.load(codes_until + of_sequence), own_head, of_sequence, 0, part,
+                shared, max_blocks, starts_blocks, scale, True, ABSORB_GROUPS, ABSORB_CODED, ABSORB_SCALED,
+                ABSORB_PLANES, ABSORB_ROTARY, HEAD_DIM, ABSORB_REST, ABSORB_BLOCK, ABSORB_HEADS, ABSORB_PER_HEAD, 1,
+                ABSORB_COLUMNS, ABSORB_PART, ABSORB_CHUNK, ABSORB_COUNT, ABSORB_STAGES, ABSORB_HELD,
+                PRECISION, ABSORB_ASM,
+            )  # fmt: skip
+            return
+    token_block = program % blocks
+    token = first_token + token_block * ROWS + tl.arange(0, ROWS)
     valid = token < tokens
-    job = jobs + tl.program_id(1) * FIELDS
+    job = jobs + program // blocks * FIELDS
     kind, head, start = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     sequence, position = (token // seq_len).to(tl.int64), (token % seq_len).to(tl.int64)
     # Row of the table of cosines and sines of each token.
     row = token % table_rows
     if INDEX:
         row = tl.load(index + sequence * index_batch + position, mask=valid, other=0)
-    done = False
     if QUERY:  # noqa: SIM102
         if kind == 2:
             rotate_head(
@@ -268,7 +308,7 @@ def append_kernel(
                 (token.to(tl.int64) * rotated_heads + head) * (2 * HALF + REST), table_stride, HALF, HALF_PADDED, REST,
                 REST_PADDED,
             )  # fmt: skip
-            done = True
+            return
     if EXACT or STORE:  # noqa: SIM102
         if kind == 3:
             if EXACT:
@@ -293,81 +333,80 @@ def append_kernel(
                     sequence * slots_batch + head * slots_head, slots_slot, index_now, index_0, table_stride, HALF,
                     HALF_PADDED, REST, REST_PADDED, FIRST, NEWEST, HEAD_DIM, HEAD_PADDED,
                 )  # fmt: skip
-            done = True
-    if not done:
-        words, first_word = tl.load(job + 3), tl.load(job + 4)
-        held, written = tl.load(job + 5), tl.load(job + 6)
-        # Columns of the basis that this program needs, by the digit table if rows are codes.
-        if CODED:
-            lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
-            place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
-            column, some = place >> 10, place >= 0
+            return
+    words, first_word = tl.load(job + 3), tl.load(job + 4)
+    held, written = tl.load(job + 5), tl.load(job + 6)
+    # Columns of the basis that this program needs, by the digit table if rows are codes.
+    if CODED:
+        lane, word = tl.arange(0, COLUMNS) // (COLUMNS // LANES), tl.arange(0, COLUMNS) % (COLUMNS // LANES)
+        place = tl.load(places + start + lane * words + word, mask=word < held, other=-1)
+        column, some = place >> 10, place >= 0
+    else:
+        column = start + tl.arange(0, COLUMNS)
+        some = tl.arange(0, COLUMNS) < held
+        place = column
+    whole = valid[:, None] & some[None, :]
+    from_key = sequence * key_batch + position * key_position
+    from_value = sequence * value_batch + position * value_position
+    # Latents: given by the projection, or computed from keys.
+    if kind == 0:
+        if FOLDED:
+            latents = tl.load(key + from_key[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
         else:
-            column = start + tl.arange(0, COLUMNS)
-            some = tl.arange(0, COLUMNS) < held
-            place = column
-        whole = valid[:, None] & some[None, :]
-        from_key = sequence * key_batch + position * key_position
-        from_value = sequence * value_batch + position * value_position
-        # Latents: given by the projection, or computed from keys.
-        if kind == 0:
-            if FOLDED:
-                latents = tl.load(key + from_key[:, None] + column[None, :], mask=whole, other=0.0).to(tl.float32)
-            else:
-                latents = projected(
-                    key, key_basis, key_shift, cos, sin, row, valid, from_key + head * key_head, key_head, basis_stride,
-                    table_stride, block, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
-                    COLUMNS, SHIFT, PRECISION,
-                )  # fmt: skip
-                if PART:
-                    latents += of_values(
-                        value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid,
-                        column, some, VALUE_BASIS, False, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
-                    )  # fmt: skip
-        else:
-            latents = of_values(
-                value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid, column, some,
-                VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+            latents = projected(
+                key, key_basis, key_shift, cos, sin, row, valid, from_key + head * key_head, key_head, basis_stride,
+                table_stride, block, column, some, SIZE, MODE, HALF, HALF_PADDED, REST, REST_PADDED, ROWS,
+                COLUMNS, SHIFT, PRECISION,
             )  # fmt: skip
-        # Write to the token's row, or to its slot in pages; a negative slot is not written.
-        slot = token.to(tl.int64)
-        stored = valid
-        if SLOTS:
-            slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
-            stored = valid & (slot >= 0)
-            slot = tl.maximum(slot, 0)
-        of_key = key_rows + slot // page * key_page + slot % page * key_row
-        if LATENTS:
-            last = True
-            # Latents that a projection put out lie in memory already; others are left there first.
-            if FOLDED:
-                own = key + from_key
-            else:
-                own = latents_out + (token - first_token).to(tl.int64) * rank
-                tl.store(own[:, None] + column[None, :], latents, mask=whole)
-                last = last_of(arrived + tl.program_id(0) * groups + first_word, words)
-            if last:
-                # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
-                code_group(
-                    own, code_shift, code_length, code_halves, of_key, code_places,
-                    code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
-                    STEPS,
+            if PART:
+                latents += of_values(
+                    value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid,
+                    column, some, VALUE_BASIS, False, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
                 )  # fmt: skip
+    else:
+        latents = of_values(
+            value, value_basis, value_shift, from_value, head, value_head, value_basis_stride, valid, column, some,
+            VALUE_BASIS, VALUE_SHIFT, SIZE, HEAD_DIM, HEAD_PADDED, ROWS, COLUMNS, PRECISION,
+        )  # fmt: skip
+    # Write to the token's row, or to its slot in pages; a negative slot is not written.
+    slot = token.to(tl.int64)
+    stored = valid
+    if SLOTS:
+        slot = tl.load(slots + token, mask=valid, other=-1).to(tl.int64)
+        stored = valid & (slot >= 0)
+        slot = tl.maximum(slot, 0)
+    of_key = key_rows + slot // page * key_page + slot % page * key_row
+    if LATENTS:
+        last = True
+        # Latents that a projection put out lie in memory already; others are left there first.
+        if FOLDED:
+            own = key + from_key
         else:
-            if CODED:
-                out = first_word + tl.arange(0, COLUMNS // LANES)
-                full = tl.arange(0, COLUMNS // LANES) < held
-                result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
-                mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
-            else:
-                out = first_word + tl.arange(0, COLUMNS)
-                result = latents
-                mask = stored[:, None] & some[None, :]
-            if kind == 0:
-                tl.store(of_key[:, None] + out[None, :], result.to(key_rows.dtype.element_ty), mask=mask)
-            else:
-                of_value = value_rows + slot // page * value_page + slot % page * value_row
-                tl.store(of_value[:, None] + out[None, :], result.to(value_rows.dtype.element_ty), mask=mask)
+            own = latents_out + (token - first_token).to(tl.int64) * rank
+            tl.store(own[:, None] + column[None, :], latents, mask=whole)
+            last = last_of(arrived + token_block * groups + first_word, words)
+        if last:
+            # The scale of a row is chosen by all latents of the group, so whoever stores the last of them codes.
+            code_group(
+                own, code_shift, code_length, code_halves, of_key, code_places,
+                code_groups + first_word * GROUP_FIELDS, valid, stored, ROWS, COLUMNS, LANES, MIDDLE, LARGEST,
+                STEPS,
+            )  # fmt: skip
+    else:
+        if CODED:
+            out = first_word + tl.arange(0, COLUMNS // LANES)
+            full = tl.arange(0, COLUMNS // LANES) < held
+            result = tl.where(full[None, :], packed(latents, place, token, ROWS, COLUMNS, LANES), 0)
+            mask = stored[:, None] & (tl.arange(0, COLUMNS // LANES) < written)[None, :]
+        else:
+            out = first_word + tl.arange(0, COLUMNS)
+            result = latents
+            mask = stored[:, None] & some[None, :]
+        if kind == 0:
+            tl.store(of_key[:, None] + out[None, :], result.to(key_rows.dtype.element_ty), mask=mask)
+        else:
+            of_value = value_rows + slot // page * value_page + slot % page * value_row
+            tl.store(of_value[:, None] + out[None, :], result.to(value_rows.dtype.element_ty), mask=mask)
 
 
 class Appended(NamedTuple):
@@ -407,8 +446,9 @@ def append(
     out: tuple[Tensor, Tensor] | None = None,
     slots: Tensor | None = None,
     fill: SlotsToFill | None = None,
+    absorb: Absorbing | None = None,
 ) -> Appended:
-    """Make the rows of new tokens, and rotate their queries, in one launch.
+    """Make the rows of new tokens, rotate their queries, and absorb these, in one launch.
 
     Args:
         key: if the key basis is folded (`layout.folds_keys`), latents [batch_size, seq_len, key_rank], the output of
@@ -434,6 +474,7 @@ def append(
         slots: [batch_size * seq_len], integers, page * page_size + index in the page for each token; negative for none.
         fill: in a layer with exact tokens whose keys are rotated here, or without RoPE: keep the new token of each
             sequence there.
+        absorb: absorb the queries, of one new token of each sequence, for a decode step.
     """
     batch_size, seq_len = key.shape[:2]
     tokens = batch_size * seq_len
@@ -454,7 +495,7 @@ def append(
     most = tokens
     if layout.scaled and not layout.folds_keys(shape):
         most = max(1, LATENT_BYTES // (4 * layout.key_rank))
-    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill)
+    call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, absorb)
     for start in range(0, tokens, most):
         call.launch(range(start, min(start + most, tokens)), sides, page, row_strides, slots, as_it_is)
     if rotated is not None:
@@ -484,6 +525,7 @@ class _Call:
     index: Tensor | None
     scale: RowScale | None
     fill: SlotsToFill | None
+    absorb: Absorbing | None
 
     def launch(
         self,
@@ -533,26 +575,31 @@ class _Call:
             assert keys.stride() == values.stride()
             exact_sides, slot_strides = (keys, values), keys.stride()[:3]
         on_device = isinstance(offset, Tensor), isinstance(begin, Tensor)
+        absorbing = JoinedPrograms(0, (key,) * 7, 1, 0, 0, 0.0, dict.fromkeys(ABSORBS, 0))
+        if self.absorb is not None:
+            assert len(tokens) * shape.num_heads == self.absorb.queries
+            absorbing = self.absorb.joined(warps)
         launch(
-            append_kernel, (blocks, len(plan.jobs)), asked, key, source,
+            append_kernel, (blocks * len(plan.jobs) + absorbing.programs,), asked, key, source,
             *(key if each is None else each for each in self.bases), cos, sin,
             plan.jobs if index is None else index, plan.jobs if slots is None else slots,
             key if self.rotated is None else self.rotated, *sides, plan.places, plan.jobs, latents, arrived, *coding,
-            *exact_sides,
-            offset if on_device[0] else plan.jobs, begin if on_device[1] else plan.jobs,
-            tokens.start, tokens.stop,
-            seq_len, batch_size * seq_len if rotation is None else len(cos),
+            *exact_sides, offset if on_device[0] else plan.jobs, begin if on_device[1] else plan.jobs,
+            *absorbing.tensors, tokens.start, tokens.stop, seq_len,
+            batch_size * seq_len if rotation is None else len(cos),
             index.stride(0) if index is not None and index.dim() == 2 and len(index) > 1 else 0,
             layout.rope_block or 1, page, *asked.stride()[:3], key.stride(0), key.stride(1),
             key.stride(2) if key.dim() == 4 else 0, source.stride(0), source.stride(1),
             source.stride(2) if exact else 0, 0 if key_basis is None else key_basis.stride(0),
             0 if value_basis is None else value_basis.stride(0), cos.stride(0), *row_strides, shape.num_heads,
             shape.num_heads + self.rotated_keys, groups, layout.key_rank,
-            0 if on_device[0] else offset, 0 if on_device[1] else begin, *slot_strides, **plan.constants,
+            0 if on_device[0] else offset, 0 if on_device[1] else begin, *slot_strides, len(plan.jobs), blocks,
+            absorbing.shared, absorbing.max_blocks, absorbing.starts_blocks, absorbing.scale, **plan.constants,
+            **{f"ABSORB_{name}": absorbing.constants[name] for name in ABSORBS},
             PART=layout.joint and value is not None, SHIFT=key_shift is not None, VALUE_BASIS=exact,
             VALUE_SHIFT=value_shift is not None, QUERY=query is not None, EXACT=self.rotated_keys > 0,
             INDEX=index is not None, SLOTS=slots is not None, STORE=stored, FIRST=first, NEWEST=newest,
-            OFFSETS=on_device[0], BEGINS=on_device[1], ROWS=rows_each, num_warps=warps,
+            OFFSETS=on_device[0], BEGINS=on_device[1], ROWS=rows_each, ABSORB=self.absorb is not None, num_warps=warps,
         )  # fmt: skip
 
 

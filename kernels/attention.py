@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from rotor.checkpoint.kernel_config import LayerKernels
 from rotor.checkpoint.layout import AttentionShape, LayerLayout
 
-from .decode_launch import MOST_ROWS, DecodeLayer, block_starts, decode_attention
+from .absorb_launch import Absorbing, block_starts, sequences_at_once
+from .decode_launch import MOST_ROWS, DecodeLayer, blocks_of, decode_attention
 from .exact_slots import ExactSlots
 from .expand import PagesOf
 from .launch import capability_of, sm_count
@@ -33,6 +34,52 @@ from .stock import (
 Made = TypeVar("Made")
 
 
+class StepAhead(NamedTuple):
+    """A step of one new token a sequence as far as it is known before its rows are made, so that the launch which makes
+    them absorbs its queries too.
+
+    prepared: arguments of `decode_attention`. kv_len: keys of a sequence, the new one among them.
+    """
+
+    prepared: dict[str, Any]
+    kv_len: int
+    absorbing: Absorbing
+
+
+def step_ahead(
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    parameters: AttentionParameters,
+    kernels: LayerKernels,
+    *,
+    rotation: Rotation,
+    first: int,
+    attention_mask: Tensor | None,
+    exact: ExactSlots | None,
+    now: Pass,
+) -> StepAhead | None:
+    """Prepare a step whose queries the launch of its rows can absorb, those of layers with keys in blocks; None of
+    others.
+
+    Args:
+        shape: batch_size, 1, keys of a sequence with the new one. dtype: of the queries. The others are as of
+            `rows_attention`.
+    """
+    few = parameters.heads_per_group <= MOST_ROWS and not kernels.materialise and first == 0
+    if not few or not parameters.layout.in_blocks or parameters.query_basis is None:
+        return None
+    batch_size, _, kv_len = shape
+    keys = _ranges_of_step(attention_mask, shape, device, now)
+    prepared = _prepared(parameters, kernels, keys, rotation, dtype, device, now, exact)
+    layer, starts = prepared["layer"], prepared["starts_of_blocks"]
+    most = blocks_of(layer, kv_len)
+    if sequences_at_once(layer, batch_size, most, 1) < batch_size:
+        return None
+    absorbing = Absorbing.of(layer, prepared["ranges"], slice(0, batch_size), most, starts)
+    return StepAhead(prepared | {"absorbing": absorbing}, kv_len, absorbing)
+
+
 def rows_attention(
     query: Tensor,
     key: Tensor,
@@ -45,6 +92,7 @@ def rows_attention(
     attention_mask: Tensor | None = None,
     exact: ExactSlots | None = None,
     now: Pass | None = None,
+    ahead: StepAhead | None = None,
 ) -> Tensor:
     """Attention as `reference.attention` computes it, by the kernels.
 
@@ -63,6 +111,7 @@ def rows_attention(
             cache, or one token that attends to all keys.
         exact: in a layer with exact tokens, these; rows of the tokens that they hold are not read.
         now: the pass, which has this mask: the keys that queries see are found once for its layers.
+        ahead: of a step that `step_ahead` has prepared and whose queries are absorbed.
     Returns:
         [batch_size, seq_len, sum over query heads of value width], dtype of query, groups in the order of the layout;
         in a layer with exact tokens [batch_size, seq_len, num_heads * head_dim].
@@ -74,10 +123,14 @@ def rows_attention(
     if stock:
         return prompt_attention(query, key, value, parameters, rotation, first, attention_mask)
     shape = key.shape[0], seq_len, key.shape[2]
-    now = now or Pass()
-    keys = now.once(("ranges", shape), lambda: ranges_of(attention_mask, shape, key.device))
     packed = (query if query.dim() == 3 else query.transpose(1, 2)).flatten(0, 1)
-    prepared = _prepared(parameters, kernels, keys, rotation, packed, now, exact)
+    if ahead is not None:
+        assert ahead.kv_len == key.shape[2]
+        prepared = ahead.prepared
+    else:
+        now = now or Pass()
+        keys = _ranges_of_step(attention_mask, shape, key.device, now)
+        prepared = _prepared(parameters, kernels, keys, rotation, query.dtype, key.device, now, exact)
     output = decode_attention(packed, key[:, 0], value[:, 0], **prepared, max_kv_len=key.shape[2])
     return output.view(*shape[:2], -1)
 
@@ -134,7 +187,7 @@ def attend_pages(
     if max_query_len * parameters.heads_per_group <= MOST_ROWS and not kernels.materialise:
         if keys is None:
             keys = ranges_of_pages(query_start_loc, kv_lens, len(query), max_query_len, window)
-        prepared = _prepared(parameters, kernels, keys, rotation, query, now or Pass(), exact)
+        prepared = _prepared(parameters, kernels, keys, rotation, query.dtype, key.device, now or Pass(), exact)
         return decode_attention(query, key, value, **prepared, block_table=block_table, max_kv_len=max_kv_len, out=out)
     if new is not None and exact is None:
         output = prompts_alone(query, *new, parameters, query_start_loc, max_query_len, window, varlen)
@@ -153,17 +206,23 @@ def attend_pages(
     return output if out is None else out.copy_(output)
 
 
+def _ranges_of_step(mask: Tensor | None, shape: tuple[int, int, int], device: torch.device, now: Pass) -> KeyRanges:
+    """`ranges_of`, found once for the layers of a pass."""
+    return now.once(("ranges", shape), lambda: ranges_of(mask, shape, device))
+
+
 def _prepared(
     parameters: AttentionParameters,
     kernels: LayerKernels,
     keys: KeyRanges,
     rotation: Rotation | None,
-    query: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
     now: Pass,
     exact: ExactSlots | None = None,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Arguments of `decode_attention` that do not change from step to step."""
-    device, tiles, most_programs = query.device, None, None
+    tiles, most_programs = None, None
     if keys.longest == 1:  # with more new tokens a group has more query rows, for which the file names no tile
         tiles = kernels.tile(capability_of(device))
         most_programs = sm_count(device) * kernels.slices_per_sm
@@ -171,7 +230,7 @@ def _prepared(
     if rotation is not None and parameters.layout.in_blocks:
         starts = starts_of_blocks(rotation, parameters.layout)
     prepared = {
-        "layer": decode_layer(parameters, query.dtype, device),
+        "layer": decode_layer(parameters, dtype, device),
         "ranges": keys,
         "starts_of_blocks": starts,
         "tiles": tiles,

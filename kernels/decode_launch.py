@@ -7,7 +7,7 @@ and the keys that queries see once a step (`ranges.KeyRanges`).
 from __future__ import annotations
 
 import math
-import threading
+from dataclasses import replace
 
 import torch
 import triton
@@ -18,17 +18,15 @@ from rotor.checkpoint.layout import LayerLayout
 from rotor.checkpoint.rows import SCALE_SLOT
 from rotor.errors import UsageError
 
-from .absorb import absorb_kernel
+from .absorb_launch import ABSORBED_PART, Absorbing, absorbed_at_a_time, pad, pad_rows, sequences_at_once
 from .decode import MOVES, decode_kernel, sixteenth
 from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import device_guard, device_table, padded, precision, sm_count
+from .launch import device_guard, device_table, kept_memory, padded, precision, shared_bytes, sm_count
 from .parameters import AttentionParameters, as_loaded
-from .passes import capturing
 from .ranges import KeyRanges
-from .rotary import Rotation, beginnings_of
 
 TILES_OF_A_PROGRAM = 8
 """Tiles that a program has at least, where that leaves one for every SM: more slices take longer to join than they
@@ -37,47 +35,8 @@ save."""
 MOST_ROWS = 64
 """Most query rows of a group that one tile takes."""
 
-ABSORBING_WARPS = 8
-"""Warps of absorbing programs on an SM."""
-
-ABSORBED_PART = 128
-"""Most columns of absorbed queries that a product makes."""
-
-MOST_BLOCKS = 128
-"""Most blocks that a program of `absorb` takes at a time."""
-
-ABSORBED_BYTES = 256 << 20
-"""Most bytes of absorbed queries in one launch; larger batches are launched in equal parts, each with as many programs
-as its own work takes."""
-
-
-def block_starts(rotation: Rotation, layout: LayerLayout) -> Tensor:
-    """cos and sin of the positions where blocks begin, [blocks and some more, 2, planes and zeros], float32.
-
-    Args:
-        rotation: cos and sin by position, [positions, rotary_dim], of a layer in blocks; or of the blocks themselves,
-            [batch_size or 1, blocks, rotary_dim], which the result then begins with, too.
-    """
-    planes = rotation[0].shape[-1] // 2
-    of_blocks = [beginnings_of(table, layout.rope_block)[..., :planes].float() for table in rotation]
-    starts = torch.stack(of_blocks, dim=-2)
-    chunk = absorbed_at_a_time(planes)
-    starts = _pad(starts, -(-2 * planes // chunk) * chunk // 2)
-    return _pad_rows(starts, -3, starts.shape[-3] + MOST_BLOCKS).contiguous()
-
-
-def _pad(x: Tensor, columns: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, columns - x.shape[-1]))
-
-
-def absorbed_at_a_time(planes: int) -> int:
-    """Dimensions that a product of `absorb` takes at a time: 64, or 32 where that leaves fewer empty."""
-    return 64 if -2 * planes % 64 < 32 else 32
-
-
-def _pad_rows(x: Tensor, dim: int, rows: int) -> Tensor:
-    """Fill up a dimension of a tensor with zeros."""
-    return _pad(x.movedim(dim, -1), rows).movedim(-1, dim)
+OTHER_BYTES = 10 << 10
+"""Bytes of shared memory that decoding takes beside absorbed queries and copies of rows."""
 
 
 def product_dtype(layout: LayerLayout, dtype: torch.dtype) -> torch.dtype:
@@ -103,6 +62,7 @@ class DecodeLayer:
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
         self.layout, self.shape, self.device = layout, shape, device
+        self.shared_bytes = shared_bytes(device)
         self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers
@@ -169,7 +129,7 @@ class DecodeLayer:
         assert self.basis is not None
         width = self.layout.groups[group].key.width
         basis = self.basis[:, first : first + width].float().unflatten(0, (self.heads, self.shape.head_dim))
-        columns = _pad(basis.unflatten(-1, (self.operands, -1)), self.columns).clone()
+        columns = pad(basis.unflatten(-1, (self.operands, -1)), self.columns).clone()
         if self.scaled:
             columns[:, :, 0, SCALE_SLOT] = 0  # in place of the scale is read what stands for 1
         for j in range(self.operands if self.word_operands else 0):
@@ -207,9 +167,9 @@ class DecodeLayer:
         """Rows of rotary planes and of dimensions without RoPE, [heads, head_dim, ...], as `absorb` takes them: [heads,
         chunks, chunk, ...]. Both halves of a plane are neighbours."""
         planes, half = self.planes, self.chunk // 2
-        rotary = _pad_rows(rows[:, : 2 * planes].unflatten(1, (2, planes)), 2, self.rotary_chunks * half)
+        rotary = pad_rows(rows[:, : 2 * planes].unflatten(1, (2, planes)), 2, self.rotary_chunks * half)
         rotary = rotary.unflatten(2, (-1, half)).transpose(1, 2).transpose(2, 3).flatten(2, 3)
-        rest = _pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
+        rest = pad_rows(rows[:, 2 * planes :], 1, self.rest_chunks * self.chunk).unflatten(1, (-1, self.chunk))
         return torch.cat([rotary, rest], dim=1)
 
     @property
@@ -217,9 +177,16 @@ class DecodeLayer:
         """Tell whether a logit is added to all keys of a block."""
         return self.word_operands > 0 and not (self.folded and self.scaled)
 
-    def tiles(self, tokens: int = 1) -> Tile:
-        """The tile by rule, for so many new tokens."""
-        return decode_tile(self.layout, tokens * self.group_rows)
+    def tiles(self, tokens: int = 1, wanted: Tile | None = None) -> Tile:
+        """The tile that is wanted, or the one by rule, for so many new tokens; its rows are loaded when they are
+        needed where shared memory does not hold those of the next ones beside the absorbed queries.
+        """
+        rows = max(8, triton.next_power_of_2(tokens * self.group_rows))
+        tile = wanted or decode_tile(self.layout, tokens * self.group_rows)
+        queries = rows * self.operands * self.columns * self.dtype.itemsize
+        columns = self.columns if self.joint else self.columns + self.value_columns
+        copies = tile.stages * tile.keys * columns * self.row_size
+        return tile if queries + copies + OTHER_BYTES <= self.shared_bytes else replace(tile, stages=1)
 
     def step(self, tiles: Tile) -> int:
         """Keys from one tile to the next."""
@@ -243,7 +210,8 @@ class DecodeLayer:
         }  # fmt: skip
 
     def absorb_shape(self, many: bool) -> tuple[int, int, int]:
-        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100.
+        """Blocks that a program of `absorb` takes at a time, its warps and stages: the fastest on an H100, or what
+        leaves room for the basis in shared memory.
 
         Args:
             many: there are as many queries as SMs.
@@ -252,32 +220,43 @@ class DecodeLayer:
             return (32 if self.block else 16), 2, 2
         if many and self.shape.head_dim > 64:
             return 64, 4, 1
-        return (128, 8, 1) if self.columns > 32 else (32, 2, 2)
+        if self.columns <= 32:
+            return 32, 2, 2
+        return (128, 8, 1) if self._holds_basis(128, 1) or not self._holds_basis(64, 1) else (64, 4, 1)
 
-    def absorb_constants(self, tokens: int, blocks: int) -> dict[str, object]:
-        """Constants of the absorbing kernel, for so many blocks at a time."""
+    def absorb_shape_of_append(self) -> int:
+        """Blocks that a program takes at a time which absorbs in the launch of `append`, with that one's warps."""
+        return 64 if self.dtype.itemsize == 2 and self.columns > 32 else 32
+
+    def _holds_basis(self, blocks: int, stages: int) -> bool:
+        """Tell whether a program of `absorb` has the shared memory to load the basis once for all its blocks."""
+        dims, columns = (self.rotary_chunks + self.rest_chunks) * self.chunk, self.operands * self.columns
+        size = self.dtype.itemsize
+        basis, constants = dims * columns * size, 8 * (dims + columns) * size
+        products = blocks * ABSORBED_PART * size  # queries or products on their way between layouts
+        copies = 0 if stages == 1 else stages * blocks * self.rotary_chunks * self.chunk * 4
+        return basis + constants + products + copies <= self.shared_bytes
+
+    def absorb_constants(self, blocks: int, stages: int) -> dict[str, object]:
+        """Constants of the absorbing kernel, for so many blocks at a time and stages of copies."""
         return {
             "GROUPS": len(self.layout.groups), "CODED": self.word_operands, "SCALED": self.scaled,
             "PLANES": self.planes, "ROTARY": self.rotary_chunks, "HEAD_DIM": self.shape.head_dim,
             "REST": self.rest_chunks, "BLOCK": self.block, "HEADS": self.heads, "PER_HEAD": self.per_head,
-            "TOKENS": tokens, "COLUMNS": self.columns, "PART": math.gcd(self.operands * self.columns, ABSORBED_PART),
-            "CHUNK": self.chunk, "COUNT": blocks, "PRECISION": precision(self.dtype),
-            "ASM": assembled() and self.dtype.itemsize == 2,
+            "COLUMNS": self.columns, "PART": math.gcd(self.operands * self.columns, ABSORBED_PART),
+            "CHUNK": self.chunk, "COUNT": blocks, "STAGES": stages, "HELD": self._holds_basis(blocks, stages),
+            "PRECISION": precision(self.dtype), "ASM": assembled() and self.dtype.itemsize == 2,
         }  # fmt: skip
-
-
-def absorbing_programs(chunks: int, warps: int, sms: int) -> int:
-    """Programs that share the blocks of one query: some for each SM, but few, as each reads the basis.
-
-    Args:
-        warps: of one program for each query.
-    """
-    return min(chunks, max(1, ABSORBING_WARPS * sms // warps))
 
 
 def assembled() -> bool:
     """Tell whether kernels are compiled for a GPU of NVIDIA's, whose assembly they may use."""
     return not triton.knobs.runtime.interpret and torch.version.hip is None
+
+
+def blocks_of(layer: DecodeLayer, kv_len: int) -> int:
+    """Most blocks in which so many keys lie."""
+    return -(-kv_len // layer.block) + 1 if layer.block else 1
 
 
 def decode_attention(
@@ -296,6 +275,7 @@ def decode_attention(
     out: Tensor | None = None,
     exact: ExactSlots | None = None,
     attended: KeyRanges | None = None,
+    absorbing: Absorbing | None = None,
 ) -> Tensor:
     """Attention of one or a few new tokens of each sequence over the rows of a layer.
 
@@ -312,6 +292,7 @@ def decode_attention(
         out: [tokens, sum over query heads of value width] to write into.
         exact, attended: in a layer with exact tokens, these, and the ranges of all keys, exact or not; `ranges` are
             then those of codes (`ranges.ranges_of_codes`).
+        absorbing: what has absorbed the queries of all sequences; None: they are absorbed here.
     Returns:
         [tokens, sum over query heads of value width], dtype of query, groups in the order of the layout; in a layer
         with exact tokens [tokens, num_heads * head_dim]. Zeros of tokens that attend to nothing.
@@ -329,15 +310,13 @@ def decode_attention(
     capacity = capacity if max_kv_len is None else min(capacity, max_kv_len)
     batch_size, groups = ranges.batch_size, len(layer.layout.groups)
     softcap, log2 = layer.softcap, math.log2(math.e) * layer.scaling
-    tiles = tiles or layer.tiles(tokens)
+    tiles = layer.tiles(tokens, tiles)
     most_programs = most_programs or sm_count(key.device) * slices_per_sm(layer.layout, tiles)
-    max_blocks = -(-capacity // layer.block) + 1 if layer.block else 1
+    max_blocks = blocks_of(layer, capacity)
     output = query.new_empty(query.shape[0], layer.output_width) if out is None else out
     if ranges.query_start is not None:
         output.zero_()  # tokens of no sequence
-    per_sequence = max_blocks * groups * rows * layer.operands * layer.columns * layer.dtype.itemsize
-    most = batch_size if layer.folded else max(1, min(batch_size, ABSORBED_BYTES // per_sequence))
-    most = -(-batch_size // -(-batch_size // most))
+    most = sequences_at_once(layer, batch_size, max_blocks, tokens) if absorbing is None else batch_size
     asked_programs = programs
     for start in range(0, batch_size, most):
         part = slice(start, min(start + most, batch_size))
@@ -361,36 +340,19 @@ def decode_attention(
         value_align = math.gcd(layer.value_align, value_start, values.stride(0), values.stride(1))
         table = layer.table(key_align, value_align)
 
-        # What a kernel leaves to the next: absorbed queries and constant logits of each block; then a
-        # result and its log-sum-exp for each slice of the work.
-        ratio = layer.dtype.itemsize
-        blocks = 0 if layer.folded else sequences * max_blocks * groups * rows
+        # What a kernel leaves to the next: a result and its log-sum-exp for each slice of the work.
         slots = (programs + sequences * groups) * rows
-        sizes = (
-            -(-blocks * layer.operands * layer.columns * ratio // 4), blocks * (1 + layer.scaled),
-            slots * layer.operands * layer.value_columns, slots,
-        )  # fmt: skip
-        memory = _memory(sizes, key.device)
-        absorbed, constant, partial, partial_lse = memory[0].view(layer.dtype), *memory[1:]
+        sizes = slots * layer.operands * layer.value_columns, slots
+        partial, partial_lse = kept_memory("partial results", sizes, key.device)
         none = begin  # stands for a tensor that a kernel does not read
         with device_guard(key.device):
+            absorbed = constant = none
             if not layer.folded:
-                heads, sms = groups * layer.group_rows, sm_count(key.device)
-                blocks_each, warps, stages = layer.absorb_shape(heads * sequences * tokens >= sms)
-                align = math.gcd(16, queries.stride(0), queries.stride(1))
-                chunks = -(-max_blocks // blocks_each)
-                of_blocks, starts_blocks = constant if starts_of_blocks is None else starts_of_blocks, 0
-                if of_blocks.dim() == 4 and len(of_blocks) > 1:  # those of each sequence
-                    of_blocks, starts_blocks = of_blocks[part], of_blocks.shape[1]
-                shared = absorbing_programs(chunks, heads * sequences * tokens * warps, sms)
-                assert layer.absorb_basis is not None
-                absorb_kernel[shared, heads, sequences * tokens](
-                    queries, *layer.absorb_basis,
-                    of_blocks, absorbed, constant, begin, until,
-                    none if starts is None else starts, max_blocks, queries.stride(0) // align,
-                    queries.stride(1) // align, starts_blocks, log2, ALIGN=align, enable_fp_fusion=True,
-                    num_warps=warps, num_stages=stages, **layer.absorb_constants(tokens, blocks_each),
-                )  # fmt: skip
+                now = absorbing or Absorbing.of(layer, ranges, part, max_blocks, starts_of_blocks)
+                if absorbing is None:
+                    now.launch(queries)
+                assert now.max_blocks == max_blocks
+                absorbed, constant = now.absorbed, now.constant
             decode_kernel[(programs,)](
                 queries if layer.folded else absorbed, constant, keys, values, partial, partial_lse, table,
                 begin, until, first, end, none if starts is None else starts,
@@ -428,34 +390,6 @@ def _aligned(rows: Tensor) -> tuple[Tensor, int]:
     if not before or before > rows.storage_offset():
         return rows, 0
     return rows.as_strided(rows.shape, rows.stride(), rows.storage_offset() - before), before
-
-
-class _Buffers(threading.local):
-    """Memory that a thread keeps between its launches, by device and stream, as other threads launch in between."""
-
-    def __init__(self) -> None:
-        self.by_stream: dict[tuple[torch.device, int], Tensor] = {}
-
-
-_buffers = _Buffers()
-
-
-def _memory(sizes: tuple[int, ...], device: torch.device) -> list[Tensor]:
-    """Float32 buffers that a launch leaves to the next, kept from layer to layer and from step to step.
-
-    Each begins at a multiple of 256 bytes. A CUDA graph under capture takes them from its own pool.
-    """
-    whole = [-(-size // 64) * 64 for size in sizes]
-    memory, place = None, (device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-    kept = not capturing(device)
-    if kept:
-        memory = _buffers.by_stream.get(place)
-    if memory is None or memory.numel() < sum(whole):
-        with torch.inference_mode(False):  # it serves calls in and out of that mode
-            memory = torch.empty(sum(whole), dtype=torch.float32, device=device)
-        if kept:
-            _buffers.by_stream[place] = memory
-    return [part[:size] for part, size in zip(memory[: sum(whole)].split(whole), sizes, strict=True)]
 
 
 def join_constants(layer: DecodeLayer, tokens: int, tiles: Tile) -> dict[str, object]:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from support.random_layers import groups_of, write_random
+from support.tiny_models import build_tiny
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from typer.testing import CliRunner
 
 from rotor import export
+from rotor.checkpoint.layout import ExactTokens, KeyForm
+from rotor.checkpoint.rows import CodedRow
 from rotor.cli.commands import app
 from rotor.errors import UsageError
 from rotor.tools.bench import precompile as module
-from rotor.tools.bench.precompile import compile_layers, parse_archs
+from rotor.tools.bench.precompile import compile_layers, parse_archs, subjects_of
 
 needs_triton = pytest.mark.skipif(not module.triton_installed(), reason="triton is not installed")
 
@@ -59,6 +67,37 @@ def test_one_that_fails_does_not_hide_the_others(folder: Path, monkeypatch: pyte
     assert "RuntimeError: out of registers" in done.output
     kernels, failed = map(int, re.findall(r"(\d+) kernels, (\d+) failed", done.output)[0])
     assert 0 < failed < kernels
+
+
+@needs_triton
+@pytest.mark.parametrize("exact", [ExactTokens(4, 128), None], ids=["exact tokens", "none"])
+def test_what_a_model_launches_is_compiled(
+    exact: ExactTokens | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, and steps of caches that grow, of static ones, and behind padding."""
+    from rotor.tools.bench.variants import Variant, layer_variants, recorded
+
+    layouts: Any = groups_of(2, KeyForm(64), (CodedRow(n4=48, scaled=True), None))
+    source = build_tiny("llama", tmp_path / "source")
+    out = write_random(source, tmp_path / "out", lambda shape: replace(layouts(shape), exact=exact))
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).eval()
+    monkeypatch.setenv("ROTOR_ATTENTION", "triton")
+    mask = torch.ones(2, 292, dtype=torch.long)
+    mask[0, :5] = 0
+    with recorded(90) as launched, torch.no_grad():
+        for cache in (DynamicCache(), DynamicCache(), StaticCache(model.config, max_cache_len=400)):
+            for start, stop in ((0, 290), (290, 291), (291, 292)):
+                given = mask[:, :stop] if launched else None  # the first cache has no padding
+                model(torch.ones(2, stop - start).long(), attention_mask=given, past_key_values=cache)
+
+    def described(variant: Variant) -> tuple[str, ...]:  # on a CPU tensors of a file begin anywhere, on a GPU aligned
+        return variant.kind, str(variant.source.signature), str(variant.source.constants), str(variant.options)
+
+    subjects = [replace(subject, dtype=torch.bfloat16) for subject in subjects_of(out)]
+    compiled = {described(variant) for subject in subjects for variant in layer_variants(subject, 90)}
+    used = {described(variant) for variant in launched}
+    assert {kind for kind, *_ in used} == {"append", "decode", *(["finish"] if exact else ["join", "expand"])}
+    assert used <= compiled
 
 
 def test_architectures() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -19,11 +19,12 @@ from torch import Tensor
 
 from rotor.calibration.prediction.cost import DecodeStep, layer_bytes, layer_time, uncompressed_layer_time
 from rotor.calibration.prediction.devices import Device, bundled_devices
-from rotor.kernels import decode_launch
+from rotor.kernels import absorb_launch
 from rotor.kernels.append import append
-from rotor.kernels.attention import attend_pages, ranges_of_pages
+from rotor.kernels.attention import attend_pages, ranges_of_pages, rows_attention, step_ahead
 from rotor.kernels.dispatch import default_layer
 from rotor.kernels.launch import capability_of
+from rotor.kernels.passes import Pass
 from rotor.tools.bench.attention import (
     BACKENDS,
     TOLERANCE,
@@ -203,7 +204,11 @@ def rotation_table(positions: int, subject: Subject, device: torch.device) -> tu
     return angle.cos().float(), angle.sin().float()
 
 
-def appending(subject: Subject, problems: list[Problem], device: torch.device) -> list[Call]:
+Appending = Callable[..., Tensor]
+"""Puts the new token of each sequence into a cache's last row and rotates its query; takes `absorb` of `append`."""
+
+
+def appending(subject: Subject, problems: list[Problem], device: torch.device) -> list[Appending]:
     """The new token of each sequence into the last row of each cache, and its query rotated."""
     layout, shape, dtype = subject.layout, subject.shape, subject.dtype
     generator = torch.Generator(device).manual_seed(1)
@@ -222,11 +227,26 @@ def appending(subject: Subject, problems: list[Problem], device: torch.device) -
         "index": torch.full((batch_size, 1), length - 1, device=device), "scale": zero_scale(layout, device),
     }  # fmt: skip
 
-    def call(problem: Problem) -> Call:
+    def call(problem: Problem) -> Appending:
         last = problem.key[:, :, -1:], problem.value[:, :, -1:]
-        return lambda: append(key, value, layout, shape, out=last, **options).key
+        return lambda **absorb: append(key, value, layout, shape, out=last, **options, **absorb).key
 
     return [call(problem) for problem in problems]
+
+
+def absorbed_with_rows(subject: Subject, problem: Problem, append_row: Appending) -> Call:
+    """A step as transformers' caches take it: what makes the row of its token absorbs its query."""
+    p, sizes = problem, (len(problem.key), 1, problem.kv_len)
+    assert p.rotation is not None
+    options: dict[str, Any] = {"rotation": p.rotation, "attention_mask": None, "exact": p.slots, "now": Pass()}
+    ahead = step_ahead(sizes, p.query.dtype, p.key.device, p.parameters, subject.kernels, first=0, **options)
+    assert ahead is not None
+
+    def call() -> Tensor:
+        append_row(absorb=ahead.absorbing)
+        return rows_attention(p.query, p.key, p.value, p.parameters, subject.kernels, **options, ahead=ahead)
+
+    return call
 
 
 def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | None = None) -> Iterator[Record]:
@@ -248,11 +268,17 @@ def decoding(name: str, load: str, device: str = "cuda", lengths: list[int] | No
             error["right"] = error["error"] <= TOLERANCE[subject.dtype]
         seconds = cold_seconds(calls, where)
         yield {**about, "row": "rotor", "cache": "contiguous", "seconds": seconds, **error}
-        steps = [*map(_after, appending(subject, problems, where), calls)]
+        rows = appending(subject, problems, where)
+        steps = [*map(_after, rows, calls)]
         seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
         yield {**about, "row": "rotor, with append", "cache": "contiguous", "seconds": seconds, "parts": parts}
+        if subject.layout.in_blocks:
+            steps = [absorbed_with_rows(subject, *each) for each in zip(problems, rows, strict=True)]
+            seconds, parts = cold_seconds(steps, where), part_seconds(steps, where)
+            row = "rotor, absorbed by append"
+            yield {**about, "row": row, "cache": "contiguous", "seconds": seconds, "parts": parts}
         if subject.layout.in_blocks and len(lengths) > 1:
-            with patch.object(decode_launch, "ABSORBED_BYTES", L2_BYTES):
+            with patch.object(absorb_launch, "ABSORBED_BYTES", L2_BYTES):
                 seconds, parts = cold_seconds(calls, where), part_seconds(calls, where)
             row = f"rotor, absorbed in parts of {L2_BYTES >> 20} MiB"
             yield {**about, "row": row, "cache": "contiguous", "seconds": seconds, "parts": parts}

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rotor.checkpoint.kernel_config import LayerKernels
+from rotor.kernels.absorb_launch import absorbing_programs
 from rotor.kernels.decode import MOVES
-from rotor.kernels.decode_launch import DecodeLayer, absorbing_programs, finish_constants
+from rotor.kernels.decode_launch import DecodeLayer, finish_constants
 from rotor.tools.bench.variants import Variant
 
 from .sass import Loop

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
     from ..kernels.append import Appended
-    from ..kernels.exact_slots import SlotsToFill
-    from .steps import Arguments
+    from .steps import Ahead, Arguments
 
 WIDER_DTYPE = "Load it in bfloat16 or float32: from_pretrained(FOLDER, dtype=torch.bfloat16), or --dtype bfloat16."
 
@@ -134,36 +133,24 @@ class RotorAttention(CompressedProjections):
             query = self._scaled(query, kwargs.get("position_ids"), now.span)
         projected = in_autocast(query), in_autocast(new_key), in_autocast(new_value)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            parameters, exact, fill = self._parameters_of_attention(), None, None
-            if kernels is None and self.layout.exact is not None:
+            parameters = self._parameters_of_attention()
+            call = AttentionCall(parameters, self.layer_idx, *projected, cache, attention_mask, rotations, now, kernels)
+            if kernels is not None:
+                ahead = store.ahead(call) if rotations.query is None else None
+                made = appended(parameters, *projected, rotations, ahead)
+                rows, exact = (made.query, made.key, made.value), None
+                if made.exact_key is not None and made.exact_value is not None:
+                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
+                call = call._replace(ahead=ahead, exact=exact)
+            elif self.layout.exact is not None:
                 exact = new_tokens(*projected, rotations)
                 rows = exact.query, exact.key[:, :1, :, :0], exact.value[:, :1, :, :0]
                 if reads_rows:
                     rows = exact_rows(parameters, exact, projected[1], rotations)
-            elif kernels is None:
-                rows = plain_rows(parameters, *projected, rotations)
+                call = call._replace(exact=exact)
             else:
-                if rotations.query is None:
-                    fill = store.slots_to_fill(cache, parameters, self.layer_idx, attention_mask, now)
-                made = appended(parameters, *projected, rotations, fill)
-                rows = made.query, made.key, made.value
-                if made.exact_key is not None and made.exact_value is not None:
-                    exact = NewTokens(made.query, made.exact_key, made.exact_value)
-            query, new_key, new_value = rows
-            call = AttentionCall(
-                parameters=parameters,
-                layer_idx=self.layer_idx,
-                query=query,
-                key=new_key,
-                value=new_value,
-                cache=cache,
-                mask=attention_mask,
-                rotations=rotations,
-                now=now,
-                kernels=kernels,
-                exact=exact,
-                filled=fill is not None,
-            )
+                rows = plain_rows(parameters, *projected, rotations)
+            call = call._replace(query=rows[0], key=rows[1], value=rows[2])
             if self.is_read_by_others:
                 shared = SharedRows(call, store.stored(call))
                 kwargs["shared_kv_states"][self.config.layer_types[self.layer_idx]] = shared, shared
@@ -311,12 +298,12 @@ def appended(
     key: Tensor,
     value: Tensor,
     rotations: Rotations,
-    fill: SlotsToFill | None = None,
+    ahead: Ahead | None = None,
 ) -> Appended:
     """Make queries and rows, and exact keys and values where the layer has them, by the kernels.
 
     Args:
-        query, key, value: as projections and norms put them out. fill: where kernels rotate, see `append.append`.
+        query, key, value: as projections and norms put them out. ahead: where kernels rotate, what else they do.
     """
     from ..kernels.append import append  # imports Triton
 
@@ -332,7 +319,11 @@ def appended(
     }
     if rotations.query is None:
         asked = None if p.query_basis is None or rotations.table is None else query
-        made = append(key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, **layer)
+        fill = ahead and ahead.fill
+        absorb = ahead.step.absorbing if ahead and ahead.step else None
+        made = append(
+            key, value, query=asked, rotation=rotations.table, index=rotations.places, fill=fill, absorb=absorb, **layer
+        )  # fmt: skip
         if made.query is not None:
             return made
         return made._replace(query=query.transpose(1, 2) if query.dim() == 4 else query)

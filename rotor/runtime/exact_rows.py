@@ -120,11 +120,12 @@ class ExactRows:
         self.begin: Tensor | int | None = None
         self.latest, self.until = FAR, 0
 
-    def slots_to_fill(self, start: Tensor | int, offset: Tensor | int) -> SlotsToFill | None:
-        """Where a single new token of each sequence is to be stored; None if `add` must do so.
+    def step(self, start: Tensor | int, offset: Tensor | int, fixed: bool) -> tuple[SlotsToFill, SeenTokens] | None:
+        """Where a single new token of each sequence is to be stored, and what its queries see once it is there; None if
+        `add` must store it.
 
         Args:
-            start, offset: as of `add`.
+            start, offset, fixed: as of `add`, which is then given that it is filled.
         """
         if self.keys is None or self.values is None:
             return None
@@ -133,9 +134,10 @@ class ExactRows:
         self._begin(start, len(self.keys))
         assert self.begin is not None
         begin = min(self.begin, LATEST) if isinstance(self.begin, int) else self.begin
-        if isinstance(offset, int):
+        if not fixed and isinstance(offset, int):
             self._make_room(offset + 1)
-        return SlotsToFill(self.keys, self.values, self.exact.first, self.exact.newest, offset, begin)
+        seen = self._seen(offset, 1, fixed)
+        return SlotsToFill(self.keys, self.values, self.exact.first, self.exact.newest, offset, begin), seen
 
     def add(
         self, new: NewTokens, start: Tensor | int, span: TokenSpan, fixed: bool, filled: bool = False
@@ -167,12 +169,18 @@ class ExactRows:
         if not filled:
             self.keys = self._stored(self.keys, new.key, offset)
             self.values = self._stored(self.values, new.value, offset)
+        seen = self._seen(offset, seq_len, fixed)
+        return before if seq_len > 1 else seen
+
+    def _seen(self, offset: Tensor | int, seq_len: int, fixed: bool) -> SeenTokens:
+        """What queries see exactly of the slots once the new tokens are in them."""
+        assert self.keys is not None
+        assert self.values is not None
+        assert self.begin is not None
         if not fixed:  # a static cache takes nothing back, so that its ring is whole
             until: Any = min(self.until, offset)  # tokens from there on were taken back, and come anew
             self.until = max(until, offset + seq_len - self.exact.newest)
-        if seq_len > 1:
-            return before
-        return SeenTokens(self.keys, self.values, self.begin, self.until, offset + 1, self.keys.shape[2])
+        return SeenTokens(self.keys, self.values, self.begin, self.until, offset + seq_len, self.keys.shape[2])
 
     def _make_room(self, tokens: int) -> None:
         """Add the slots that a sequence of so many tokens lacks."""
@@ -388,7 +396,7 @@ class WithExactRows:
     """A cache's layer of rows that also keeps exact tokens.
 
     exact_rows: these. rows: `update` is given NewTokens, the first that are no padding and the span of a pass by name,
-    and whether `slots_to_fill` were filled, and puts what its queries see into `seen`.
+    and whether the slots of `ExactRows.step` were filled, and puts what its queries see into `seen`.
     """
 
     exact_rows: ExactRows

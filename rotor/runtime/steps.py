@@ -31,11 +31,24 @@ from .rope import Rotations, is_same
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedConfig
 
+    from ..kernels.attention import StepAhead
+
 Arguments = dict[str, Any]
 """Keyword arguments of a forward pass of transformers', by their names."""
 
 NO_GRADIENTS = "this checkpoint caches codes, which have no gradients: it cannot be trained."
 NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and train that."
+
+
+class Ahead(NamedTuple):
+    """What the launch that makes the row of one new token of each sequence does beside.
+
+    fill: where it stores the token exactly; None where the store does so itself. step: the step whose queries it
+    absorbs.
+    """
+
+    fill: SlotsToFill | None = None
+    step: StepAhead | None = None
 
 
 class AttentionCall(NamedTuple):
@@ -45,8 +58,8 @@ class AttentionCall(NamedTuple):
     them. cache: transformers', or None. mask, rotations: over all tokens so far. kernels: how the Triton kernels run
     the layer, for which the queries were made; None: plain PyTorch runs it.
     now: the pass, which says where its tokens lie.
-    exact: the new tokens as the model makes them, in a layer with exact tokens; filled: they are in the slots of
-    `slots_to_fill`.
+    exact: the new tokens as the model makes them, in a layer with exact tokens.
+    ahead: what was done where the rows were made.
     """
 
     parameters: AttentionParameters
@@ -60,7 +73,7 @@ class AttentionCall(NamedTuple):
     now: Pass
     kernels: LayerKernels | None = None
     exact: NewTokens | None = None
-    filled: bool = False
+    ahead: Ahead | None = None
 
     def cached(self) -> tuple[Tensor, Tensor]:
         """Store the rows of the new tokens in the cache, which there must be; all rows of the layer."""
@@ -137,10 +150,12 @@ class RowStore(ABC):
         """Tell whether rows are stored or read; else a layer with exact tokens makes none."""
         return True
 
-    def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
-    ) -> SlotsToFill | None:
-        """Where the kernel that makes rows is to store the new tokens exactly; None where the store does so itself."""
+    def ahead(self, call: AttentionCall) -> Ahead | None:
+        """What the launch that makes rows is to do beside; None: nothing.
+
+        Args:
+            call: of the kernels, with queries, keys and values as projections put them out.
+        """
         return None
 
     @abstractmethod
@@ -188,14 +203,20 @@ class CacheRows(RowStore):
         layer = layers[layer_idx] if layer_idx < len(layers) else None
         return layer if isinstance(layer, RowStore) else self
 
-    def slots_to_fill(
-        self, cache: Cache | None, parameters: AttentionParameters, layer_idx: int, mask: Tensor | None, now: Pass
-    ) -> SlotsToFill | None:
-        offloaded = getattr(cache, "offloading", False)
-        if cache is None or parameters.layout.exact is None or now.span.seq_len > 1 or offloaded:
+    def ahead(self, call: AttentionCall) -> Ahead | None:
+        parameters, span = call.parameters, call.now.span
+        if call.cache is None or span.seq_len > 1 or getattr(call.cache, "offloading", False):
             return None
-        layer = with_exact_rows(cache, layer_idx, exact_tokens(parameters, layer_idx))
-        return layer.exact_rows.slots_to_fill(_start_of(mask, now), now.span.query_offset)
+        _check_mask(call.mask, call.layer_idx, (len(call.query), parameters.shape.num_heads, 1, span.kv_len))
+        fill = slots = None
+        if parameters.layout.exact is not None:
+            exact = exact_tokens(parameters, call.layer_idx)
+            layer = with_exact_rows(call.cache, call.layer_idx, exact)
+            found = layer.exact_rows.step(_start_of(call.mask, call.now), span.query_offset, layer.fixed)
+            if found is None:
+                return None
+            fill, slots = found[0], exact_slots(exact, found[1], call.now)
+        return Ahead(fill, _absorbing(call, slots))
 
     def store_and_attend(self, call: AttentionCall) -> Tensor:
         return self.stored(call)(call)
@@ -218,7 +239,8 @@ def _stored_exactly(call: AttentionCall) -> Attend:
         return partial(_attend_to_prompt, mask=mask)
     tokens = exact_tokens(call.parameters, call.layer_idx)
     layer = with_exact_rows(call.cache, call.layer_idx, tokens)
-    named = {"exact": exact, "start": _start_of(call.mask, call.now), "span": span, "filled": call.filled}
+    filled = call.ahead is not None and call.ahead.fill is not None
+    named = {"exact": exact, "start": _start_of(call.mask, call.now), "span": span, "filled": filled}
     key, value = call.cache.update(call.key, call.value, call.layer_idx, **named)
     seen = layer.take_seen()
     if seen is None:
@@ -230,6 +252,26 @@ def _stored_exactly(call: AttentionCall) -> Attend:
         mask = call.now.once(("causal", key.device), lambda: _causal(span, key.device))
     slots = exact_slots(tokens, seen, call.now)
     return lambda other: attend_to_rows(other._replace(mask=mask), key, value, slots)
+
+
+def _absorbing(call: AttentionCall, slots: ExactSlots | None) -> StepAhead | None:
+    """`kernels.attention.step_ahead` of a call; None where its queries are absorbed later."""
+    if call.rotations.table is None or call.kernels is None:
+        return None
+    from ..kernels.attention import step_ahead  # imports Triton
+
+    return step_ahead(
+        (len(call.query), 1, call.now.span.kv_len),
+        call.query.dtype,
+        call.query.device,
+        call.parameters,
+        call.kernels,
+        rotation=call.rotations.table,
+        first=call.rotations.first,
+        attention_mask=_over_all_keys(call.mask, call.now.span),
+        exact=slots,
+        now=call.now,
+    )
 
 
 def _over_all_keys(mask: Tensor | None, span: TokenSpan) -> Tensor | None:
@@ -329,6 +371,7 @@ def attend_to_rows(call: AttentionCall, key: Tensor, value: Tensor, slots: Exact
             attention_mask=call.mask,
             exact=slots,
             now=call.now,
+            ahead=call.ahead and call.ahead.step,
         )
     return attention(call.query, key, value, parameters, call.rotations.read, call.mask)
 

@@ -289,3 +289,12 @@ def test_append(name, dtype) -> None:
         ) else [x[..., cls.key_rank : cls.key_rank + cls.count * cls.key.rank].double() for x in sides]  # fmt: skip
         error, allowed = (float((x - of_class[1]).norm() / of_class[1].norm()) for x in (of_class[0], of_class[2]))
         assert error <= max(2 * allowed, 2e-2 if layout.coded else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["joint, blocks", "joint, two heads", "apart, blocks of 16", "numbers, blocks"])
+def test_queries_are_absorbed_beside_rows(name, dtype) -> None:
+    """By programs of the launch that makes the rows of a step, as by one of their own."""
+    from support.absorbed import check_absorbing
+
+    check_absorbing(CASES[name], shape_for(name), dtype, torch.device("cuda"))

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.absorbed import check_absorbing
 from support.kernel_cases import FORMS, MIXED, CodedRow, NumberRow, layer, random_scale, rotation_table, shape_of
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import PRE_ROPE, AttentionShape, ExactTokens, GroupLayout, LayerLayout
 from rotor.checkpoint.rows import RowScale
 from rotor.kernels import append as append_module
+from rotor.kernels import decode_launch
 from rotor.kernels.append import append
 from rotor.kernels.exact_slots import SlotsToFill
 from rotor.kernels.parameters import pack_layer
@@ -230,3 +232,16 @@ def test_a_token_is_stored_in_its_slots(offset: int, on_device: bool, rotary_dim
             expected[1, sequence, :, slot] = made.exact_value[sequence, :, 0]
     assert torch.equal(slots, expected)
     assert torch.equal(made.exact_value[:, :, 0], value[:, 0])
+
+
+@pytest.mark.parametrize("dtype", mostly_nightly([torch.float16, torch.float32], lambda dtype: dtype == torch.float16))
+@pytest.mark.parametrize("name", mostly_nightly(["joint", "pre", "numbers", "blocks"], lambda name: name == "joint"))
+@pytest.mark.parametrize("memory", [99 << 10, 1 << 10], ids=["the basis held", "the basis loaded anew"])
+def test_queries_are_absorbed_beside_rows(
+    name: str, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a launch of their own absorbs the rotated ones."""
+    monkeypatch.setattr(decode_launch, "shared_bytes", lambda device: memory)
+    layout = CASES[name]
+    shape = shape_of(layout.group_size * len(layout.groups), 2, 24, 16)
+    check_absorbing(layout, shape, dtype, torch.device("cpu"))

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from rotor.checkpoint.kernel_config import Tile
 from rotor.checkpoint.layout import KeyForm, LayerLayout
-from rotor.kernels.decode_launch import DecodeLayer, _memory, block_starts, decode_attention
+from rotor.kernels.absorb_launch import block_starts
+from rotor.kernels.decode_launch import DecodeLayer, decode_attention
+from rotor.kernels.launch import kept_memory
 from rotor.kernels.ranges import KeyRanges
 
 HALF, SINGLE = torch.float16, torch.float32
@@ -234,8 +236,8 @@ def test_slices(programs: int) -> None:
 
 
 def test_what_launches_leave_to_each_other_is_kept() -> None:
-    first, second = _memory((100, 3), torch.device("cpu"))
+    first, second = kept_memory("a test", (100, 3), torch.device("cpu"))
     assert (len(first), len(second), second.data_ptr() - first.data_ptr()) == (100, 3, 128 * 4)
-    assert _memory((7,), torch.device("cpu"))[0].data_ptr() == first.data_ptr()
+    assert kept_memory("a test", (7,), torch.device("cpu"))[0].data_ptr() == first.data_ptr()
     with ThreadPoolExecutor(1) as other:
-        assert other.submit(_memory, (7,), torch.device("cpu")).result()[0].data_ptr() != first.data_ptr()
+        assert other.submit(kept_memory, "a test", (7,), torch.device("cpu")).result()[0].data_ptr() != first.data_ptr()

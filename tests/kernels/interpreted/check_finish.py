@@ -12,8 +12,9 @@ from support.kernel_cases import exact_keys, in_pages, random_case, shape_of, wi
 from support.quick import mostly_nightly
 
 from rotor.checkpoint.layout import ExactTokens, LayerLayout
-from rotor.kernels import decode_launch
-from rotor.kernels.decode_launch import DecodeLayer, block_starts, decode_attention
+from rotor.kernels import absorb_launch, decode_launch
+from rotor.kernels.absorb_launch import block_starts
+from rotor.kernels.decode_launch import DecodeLayer, decode_attention
 from rotor.kernels.exact_slots import ExactSlots
 from rotor.kernels.ranges import KeyRanges, ranges_of_codes
 
@@ -142,7 +143,7 @@ def test_heads_that_share_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_batch_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_launch, "ABSORBED_BYTES", 1)
+    monkeypatch.setattr(absorb_launch, "ABSORBED_BYTES", 1)
     check(layer_of([64], 1, block=64), [70, 20, 40])
     check(layer_of([64], 1, block=64), [70, 20, 40], [2, 1, 2])
 
@@ -161,7 +162,7 @@ def test_parts_of_a_batch_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_launch, "TILES_OF_A_PROGRAM", 1)
     sequence_bytes = 4 * 2 * 128 * 2  # four blocks, two query rows, 128 columns of operands, two bytes each
     for most_bytes in (4 * sequence_bytes, 3 * sequence_bytes):
-        monkeypatch.setattr(decode_launch, "ABSORBED_BYTES", most_bytes)
+        monkeypatch.setattr(absorb_launch, "ABSORBED_BYTES", most_bytes)
         check(layer_of([64], 1, block=64), [70, 20, 40, 130], programs=None)
     tiles = 3  # of 64 keys, as the cache has room for 133
     assert parts == [(slice(0, 4), 4 * tiles), (slice(0, 2), 2 * tiles), (slice(2, 4), 2 * tiles)]

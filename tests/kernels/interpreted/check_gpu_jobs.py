@@ -46,7 +46,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.nightly
 def test_times_of_a_step_and_of_a_prompt() -> None:
     found = [*times.decoding("tiny", LONG, "cpu", SMALL[LONG])]
-    assert [record["row"] for record in found] == ["rotor", "rotor, with append"]
+    assert [record["row"] for record in found] == ["rotor", "rotor, with append", "rotor, absorbed by append"]
     assert found[0]["right"]
     assert [record["cache"] for record in times.decoding("tiny", RAGGED, "cpu", SMALL[RAGGED])] == ["pages of 16"]
     (record,) = times.prompt("tiny", "cpu", 70)
@@ -64,7 +64,7 @@ def test_times_of_a_layer_with_exact_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     tiny = with_exact(times.gpu_subjects()["tiny"])
     monkeypatch.setattr(times, "gpu_subjects", lambda: {"tiny": tiny})
     found = [*times.decoding("tiny", LONG, "cpu", [170])]
-    assert [record["row"] for record in found] == ["rotor", "rotor, with append"]
+    assert [record["row"] for record in found] == ["rotor", "rotor, with append", "rotor, absorbed by append"]
     assert found[0]["right"]
     assert [record["layout"] for record in times.compile_subject("tiny", [LONG, PROMPT], "cpu", SMALL)] == ["tiny"]
 
