@@ -82,7 +82,7 @@ def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path, caplog, mon
         raise AccuracyError("accuracy 0.5 is out of reach")
 
     monkeypatch.setattr("rotor.search.export.search.find_plan", no_plan)
-    with pytest.raises(AccuracyError, match="the uncompressed model is at chance on this text"):
+    with pytest.raises(AccuracyError, match="out of reach The uncompressed model is at chance on this text"):
         export(folder, tmp_path / "more", accuracy=0.5, overrides=METRIC)
     for command in commands_in(card):
         check(command)

@@ -149,8 +149,7 @@ class RankSearch(PlanEvaluator):
             if not self.table.base.get("search", {}).get("at_chance"):
                 raise
             raise AccuracyError(
-                f"accuracy {target:g}: the uncompressed model is at chance on this text, where ratios to it mean "
-                "nothing.",
+                f"{error.message} The uncompressed model is at chance on this text, where ratios to it mean nothing.",
                 "Measure on text that the model is trained for: --set evaluation.source=text --set "
                 "evaluation.path=FILE; or give a --compression.",
             ) from error
