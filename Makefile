@@ -56,8 +56,12 @@ demo-full: setup
 
 # Runs artifacts/demo.ipynb, and stores what it printed.
 notebook: setup
-	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter execute --inplace --NotebookClient.coalesce_streams=True \
-		--NotebookClient.record_timing=False artifacts/demo.ipynb
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -c "import nbclient, nbformat; \
+		notebook = nbformat.read('artifacts/demo.ipynb', 4); \
+		nbclient.NotebookClient(notebook, coalesce_streams=True, record_timing=False, \
+			resources={'metadata': {'path': 'artifacts'}}).execute(); \
+		notebook.metadata.language_info = {'name': 'python'}; \
+		nbformat.write(notebook, 'artifacts/demo.ipynb')"
 
 MODEL ?= artifacts/reference-model
 REFERENCE := rotor palu fdc

@@ -160,6 +160,21 @@ def test_a_model_whose_sequences_are_shorter_than_the_ring_is_its_source(name: s
         check(got, source(rows, attention_mask=mask, position_ids=positions, use_cache=False).logits, begin)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3_text", "gpt2"])
+def test_autocast_is_that_of_the_source(name: str, tiny) -> None:
+    """There projections put out bfloat16, and norms of heads float32."""
+    source = AutoModelForCausalLM.from_pretrained(tiny(name), dtype=torch.float32).eval()
+    model = folded(source, Folding(SOME, 1, bits=((8, 4),), exact=ExactTokens(4, 128)))
+    rows, begin = prompts(2, LENGTH), [0, 0]
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = through(source, DynamicCache(config=source.config), rows, STEPS, begin)
+        got = through(model, DynamicCache(config=model.config), rows, STEPS, begin)
+        whole = model(rows, use_cache=False).logits
+    assert got.dtype == expected.dtype
+    assert relative_error(got.float(), expected.float()) < 0.05
+    assert relative_error(whole.float(), expected.float()) < 0.05
+
+
 def filled(model: Any, rows: Tensor, begin: Sequence[int], passes: Sequence[int]) -> Any:
     cache = DynamicCache(config=model.config)
     through(model, cache, rows, passes, begin)

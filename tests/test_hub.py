@@ -10,7 +10,7 @@ import pytest
 from support.paths import DEMO_MODEL
 from support.runs import reseal
 
-from rotor import Run, calibrate
+from rotor import Run, calibrate, export
 from rotor.errors import CheckpointError, UnsupportedModelError, UsageError
 from rotor.models.hub import find_model
 from rotor.models.source import Checkpoint
@@ -51,6 +51,16 @@ def test_calibrate_from_the_hub_pins_the_commit(offline: Path, tmp_path: Path) -
     (out / "run.json").write_text(json.dumps(info))
     reseal(out)
     assert Run.open(out).fetch_model() == offline / "models--team--demo" / "snapshots" / COMMIT
+
+    # A model that was a folder of the user's, and was moved: the run is good once it is there again.
+    info["model"]["hub_id"] = None
+    (out / "run.json").write_text(json.dumps(info))
+    reseal(out)
+    with pytest.raises(CheckpointError, match="was calibrated on the model in it") as caught:
+        export(out, tmp_path / "checkpoint", compression=0.5, measure=False)
+    assert f"ln -s MODEL {tmp_path / 'gone'}" in str(caught.value.hint)
+    (tmp_path / "gone").symlink_to(DEMO_MODEL)
+    export(out, tmp_path / "checkpoint", compression=0.5, measure=False)
 
 
 def test_what_there_is_not(offline: Path, tmp_path: Path) -> None:

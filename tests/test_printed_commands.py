@@ -14,6 +14,7 @@ from support.tiny_models import build_tiny
 
 from rotor import Run, export
 from rotor.cli.app import app
+from rotor.errors import AccuracyError
 from rotor.recipe.reading import load_recipe
 
 METRIC = ["evaluation.metric=kl_div"]
@@ -65,7 +66,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return calibrated(build_tiny("qwen3", folder / "model"), folder / "my run", "post", 1)
 
 
-def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path, caplog) -> None:
+def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path, caplog, monkeypatch) -> None:
     caplog.set_level("INFO", "rotor")
     folder = Path(shutil.copytree(run.folder, tmp_path / "run"))
     export(folder, tmp_path / "out", accuracy=0.5, overrides=METRIC)
@@ -76,5 +77,12 @@ def test_a_card_and_a_report_with_a_target(run: Run, tmp_path: Path, caplog) -> 
     facts = json.loads((tmp_path / "out" / "rotor.json").read_text())
     assert facts["accuracy"]["base"]["report"]["at_chance"]
     assert caplog.text.count("the uncompressed model is at chance on this text: perplexity") == 1
+
+    def no_plan(*_: object) -> None:
+        raise AccuracyError("accuracy 0.5 is out of reach")
+
+    monkeypatch.setattr("rotor.search.export.search.find_plan", no_plan)
+    with pytest.raises(AccuracyError, match="out of reach The uncompressed model is at chance on this text"):
+        export(folder, tmp_path / "more", accuracy=0.5, overrides=METRIC)
     for command in commands_in(card):
         check(command)

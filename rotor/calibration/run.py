@@ -235,10 +235,15 @@ class Run:
         Raises:
             CheckpointError: the model is not available.
         """
-        model = self.info["model"]
-        if not self.model_folder.is_dir() and model["hub_id"]:
+        model, folder = self.info["model"], self.model_folder
+        if not folder.is_dir() and model["hub_id"]:
             return find_model(model["hub_id"], model["revision"]).folder
-        return self.model_folder
+        if not folder.exists():
+            raise MissingError(
+                f"{folder}: no such folder; {self.folder} was calibrated on the model in it.",
+                f"Put the model back, or link it there: ln -s MODEL {shlex.quote(str(folder))}",
+            )
+        return folder
 
     def bases(self, channels: Sequence[GroupChannels] | None = None) -> RunBases:
         """The bases of each layer, read on access; see RunBases."""

@@ -124,7 +124,9 @@ def _print_export(out: Path, result: ExportResult, verbose: bool) -> None:
             f"{written} {accuracy.report} on the report split ({accuracy.measured['search'].accuracy:.4f} on the "
             f"search split) of {accuracy.data}, {result.measured_points} measurement(s)"
         )
-        if below := accuracy.below_target:
+        if accuracy.base.get("report", {}).get("at_chance"):
+            say("The uncompressed model is at chance on this text, where ratios to it mean nothing.")
+        elif below := accuracy.below_target:
             say(f"On the report split {below} ({accuracy.target:g}). {how_to_keep_more(out, accuracy)}")
     for tokens, size_bytes in report.get("cache", {}).get("kv_bytes_per_token", {}).items():
         name = report["cache"]["policy"]["method"]

@@ -31,7 +31,7 @@ INTERNAL = ("progress", "shared", "command")
 
 HELP = {
     "folder": "A checkpoint that `rotor export` wrote.",
-    "as_json": "Print one JSON object on stdout.",
+    "as_json": "Print one JSON document on stdout.",
     "quiet": "Print nothing but errors, and what --json or generate prints.",
     "verbose": "Print details too: seconds and memory of each stage, digests, and what else the log file has.",
 }

@@ -131,7 +131,7 @@ class RotorAttention(CompressedProjections):
         query, new_key, new_value = self.projected(hidden_states)
         if self.family.query_scale is not None:
             query = self._scaled(query, kwargs.get("position_ids"), now.span)
-        projected = query, new_key, new_value
+        projected = in_autocast(query), in_autocast(new_key), in_autocast(new_value)
         with torch.autocast(hidden_states.device.type, enabled=False):
             parameters = self._parameters_of_attention()
             call = AttentionCall(parameters, self.layer_idx, *projected, cache, attention_mask, rotations, now, kernels)
@@ -258,6 +258,15 @@ class RotorAttention(CompressedProjections):
         ranks = ", ".join(group.ranks_in_words for group in self.layout.groups)
         text = f"{self.layout.form.in_words(self.shape)}, group_size={self.layout.group_size}, ranks=[{ranks}]"
         return f"{text}, row_bytes={sum(self.layout.row_bytes(2))}" if self.layout.coded else text
+
+
+def in_autocast(x: Tensor) -> Tensor:
+    """What projections and norms put out, in autocast's dtype where that is on: there norms give float32, and heads
+    without one do not."""
+    device = x.device.type
+    if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def attention_dropout(config: PreTrainedConfig) -> float:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...calibration.allocation.plan import Plan
 from ...checkpoint.folding import model_layouts
-from ...errors import UsageError
+from ...errors import AccuracyError, UsageError
 from ...models.compressible import CompressibleModel
 from ...models.hardware import DevicePlan
 from ...models.readiness import describe_evaluation
@@ -143,7 +143,16 @@ class RankSearch(PlanEvaluator):
                     self.progress.message(f"accuracy {target:g}: about {points - 1} more point(s) to measure, {left}")
             return measured
 
-        return find_plan(self.path, self.recipe.search, target, fidelity)
+        try:
+            return find_plan(self.path, self.recipe.search, target, fidelity)
+        except AccuracyError as error:
+            if not self.table.base.get("search", {}).get("at_chance"):
+                raise
+            raise AccuracyError(
+                f"{error.message} The uncompressed model is at chance on this text, where ratios to it mean nothing.",
+                "Measure on text that the model is trained for: --set evaluation.source=text --set "
+                "evaluation.path=FILE; or give a --compression.",
+            ) from error
 
     def _load_text(self) -> EvaluationData:
         evaluation = self.recipe.evaluation
