@@ -20,7 +20,9 @@ BASES = ("key_basis", "key_shift", "value_basis", "value_shift", "output_basis",
 
 
 @pytest.mark.parametrize("most_decoded", mostly_nightly([1, 2], lambda count: count == 2))
-@pytest.mark.parametrize("name", mostly_nightly(["joint, T 8", "joint, T 64", "numbers, post"], lambda name: name == "joint, T 8"))
+@pytest.mark.parametrize(
+    "name", mostly_nightly(["joint, T 8", "joint, T 64", "numbers, post"], lambda name: name == "joint, T 8")
+)
 def test_both_read_exact_tokens_in_pages(name: str, most_decoded: int) -> None:
     """Sequences longer than the newest tokens, and shorter; what belongs to no token is poisoned."""
     layout, shape = LAYERS[name]
