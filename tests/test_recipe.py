@@ -1,5 +1,8 @@
 """Recipes: bundled ones, overrides, and errors that name the nearest known key."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from rotor.errors import RecipeError
@@ -7,6 +10,8 @@ from rotor.models.splits import description_of
 from rotor.recipe.reading import QUICK, bundled_recipes, load_recipe, override, parse_recipe
 from rotor.recipe.recipe import EXPORT_SECTIONS
 from rotor.recipe.requests import CalibrationRequest
+
+RECIPES = Path(__file__).parent.parent / "recipes"
 
 
 def test_bundled_recipes_are_what_the_papers_say() -> None:
@@ -25,6 +30,17 @@ def test_bundled_recipes_are_what_the_papers_say() -> None:
     for name, recipe in recipes.items():
         assert recipe.name == name
         assert "\n" not in recipe.summary
+
+
+def test_settings_that_recipes_name_are_accepted() -> None:
+    named = [
+        (path.stem, setting)
+        for path in sorted(RECIPES.glob("*.yaml"))
+        for setting in re.findall(r"--set (\S+=[^\s,;]+)", path.read_text())
+    ]
+    assert ("rotor", "groups.rope_block=128") in named
+    for name, setting in named:
+        load_recipe(name, [setting.rstrip(".")])
 
 
 def test_yaml_round_trip_keeps_every_field() -> None:
