@@ -36,12 +36,12 @@ def test_sequences_begin_at_their_first_token_that_is_no_padding() -> None:
     assert first_real(of_all, span).tolist() == [4, 6, 4]
 
 
-def test_rows_are_read_from_a_multiple_of_64_on() -> None:
+def test_rows_are_read_from_the_beginning_of_the_largest_block_on() -> None:
     shown = torch.zeros(2, 1, 1, 200, dtype=torch.bool)
     assert _rows_seen(shown) == range(0)
     shown[0, :, :, 150] = True
     assert _rows_seen(shown) == range(128, 151)
-    shown[1, :, :, 64] = True
-    assert _rows_seen(shown) == range(64, 151)
-    shown[1, :, :, 63] = True
+    shown[1, :, :, 128] = True
+    assert _rows_seen(shown) == range(128, 151)
+    shown[1, :, :, 127] = True
     assert _rows_seen(shown) == range(0, 151)

@@ -129,7 +129,7 @@ def test_frequencies_that_depend_on_the_length_make_no_difference_to_the_form(ti
 
 
 def test_sizes_of_blocks_that_are_refused() -> None:
-    for positions in (0, 3, 128):
+    for positions in (0, 3, 256):
         with pytest.raises(RecipeError, match=r"groups\.rope_block"):
             load_recipe("rotor", ["groups.domain=block", f"groups.rope_block={positions}"])
     with pytest.raises(RecipeError, match=r"bases\.qk"):
