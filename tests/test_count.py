@@ -42,7 +42,9 @@ def test_named_layouts() -> None:
         "llama3-8b-128x1": 0.875,
         "llama3-8b-128x2": 0.875,
         "llama3-8b-128x2-split": 0.875,
+        "llama3-8b-128x2-blocks128": 0.875,
         "llama3-8b-128x4": 0.875,
+        "llama3-8b-128x4-blocks128": 0.875,
         "llama3-8b-256x2": 0.75,
         "qwen3-8b-128x2": 0.875,
         "smollm2-64x3": 0.875,
@@ -52,6 +54,7 @@ def test_named_layouts() -> None:
         "llama3-8b-numbers-64x1": 0.5,
     }
     assert found["llama3-8b-128x4"].layout.form == KeyForm(64)
+    assert found["llama3-8b-128x4-blocks128"].layout.form == KeyForm(128)
     assert found["llama3-8b-apart-64x1"].layout.form == KeyForm()
 
 

@@ -198,7 +198,7 @@ def _tune(out: Path, names: list[str]) -> list[Task]:
     ]
 
 
-LIKE_OTHERS = ("qwen3-8b-128x2",)
+LIKE_OTHERS = ("qwen3-8b-128x2", "llama3-8b-128x2-blocks128", "llama3-8b-128x4-blocks128")
 """Layers that are tuned with another's, as those with exact tokens are."""
 
 UNCOMPRESSED = "uncompressed"

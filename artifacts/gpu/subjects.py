@@ -25,19 +25,26 @@ SPLIT = 16
 
 
 def subject_of(
-    name: str, kind: str, nibbles: int, heads: int, shape: AttentionShape, layers: int = 1, split: bool = False
+    name: str,
+    kind: str,
+    nibbles: int,
+    heads: int,
+    shape: AttentionShape,
+    layers: int = 1,
+    split: bool = False,
+    rope_block: int = USUAL_ROPE_BLOCK,
 ) -> Subject:
     """A layer whose groups are alike, in bfloat16, in pages; codes have 4 bits a channel, or 2 where lanes are split.
 
     Args:
         kind: `joint`, or a latent each of keys and of values: `apart` of codes, or `numbers`.
-        nibbles: or numbers, of a row. heads: KV heads of a row.
+        nibbles: or numbers, of a row. heads: KV heads of a row. rope_block: of joint latents.
     """
     key: Row = NumberRow(nibbles)
     if kind != "numbers":
         scaled, cut = kind == "joint", SPLIT * heads if split else 0
         key = CodedRow(n4=nibbles - cut - scaled, n2=2 * cut, split=int(split), scaled=scaled)
-    value, block = (None, USUAL_ROPE_BLOCK) if kind == "joint" else (key, None)
+    value, block = (None, rope_block) if kind == "joint" else (key, None)
     groups = (GroupLayout(tuple(range(i, i + heads)), key, value) for i in range(0, shape.num_kv_heads, heads))
     layout = LayerLayout(tuple(groups), block)
     return Subject(name, layers, layout, default_layer(layout), shape, torch.bfloat16, PAGE)
@@ -52,12 +59,15 @@ MODELS = {
 """Models' shapes; Gemma's of the layers without a window."""
 
 ROWS = {
-    "llama3-8b": ("64x2", "128x1", "128x2", "128x2-split", "128x4", "256x2"),
+    "llama3-8b": ("64x2", "128x1", "128x2", "128x2-split", "128x2-blocks128", "128x4", "128x4-blocks128", "256x2"),
     "qwen3-8b": ("128x2",),
     "smollm2": ("64x3", "128x3"),
     "gemma3-270m": ("256x1",),
 }
-"""Rows of a model: nibbles a KV head, and KV heads a row. `split`: some are cut."""
+"""Rows of a model: nibbles a KV head, and KV heads a row. `split`: some are cut. `blocks128`: in blocks of so many
+positions."""
+
+LONG = "blocks"
 
 OTHER_FORMS = {"apart-64x1": ("apart", 64), "numbers-64x1": ("numbers", 64)}
 """Rows of an 8B with a latent of so many nibbles, or numbers, of keys after RoPE, and one of values."""
@@ -74,10 +84,11 @@ def _named_subjects() -> tuple[Subject, ...]:
     for model, rows in ROWS.items():
         shape = MODELS[model]
         for row in rows:
-            size, _, split = row.partition("-")
+            size, _, other = row.partition("-")
             nibbles, heads = map(int, size.split("x"))
+            block = int(other.removeprefix(LONG)) if other.startswith(LONG) else USUAL_ROPE_BLOCK
             of = (f"{model}-{row}", "joint", nibbles * heads, heads)
-            found.append(subject_of(*of, shape, shape.num_layers, bool(split)))
+            found.append(subject_of(*of, shape, shape.num_layers, other == "split", block))
     shape = MODELS["llama3-8b"]
     for row, (kind, width) in OTHER_FORMS.items():
         found.append(subject_of(f"llama3-8b-{row}", kind, width, 1, shape, shape.num_layers))
