@@ -64,6 +64,7 @@ def test_named_layouts() -> None:
         [
             ("llama3-8b-128x2", 90, 11.4, 0),
             ("llama3-8b-64x2", 90, 7.8, 0),
+            ("llama3-8b-128x2-blocks128", 90, 10.5, 0),
             ("smollm2-64x3", 90, 9.9, 64),
             ("llama3-8b-numbers-64x1", 80, 7.7, 0),
         ],
