@@ -20,7 +20,8 @@ def compile_kernels(folder: Path, output: OutputOptions, arch: str = "sm_90") ->
     """Compile a checkpoint's Triton kernels ahead of time; no GPU is needed.
 
     They go into Triton's own cache ($TRITON_CACHE_DIR, ~/.triton/cache by default), where the machine that serves finds
-    them. Exit code 1 if a kernel cannot be compiled.
+    them: those that prompts and steps of one token launch in transformers. Others, and those for vLLM's pages, are
+    compiled when they are first launched. Exit code 1 if a kernel cannot be compiled.
 
     Args:
         arch: Architectures of NVIDIA GPUs, as in sm_80,sm_90.
