@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 from rotor.checkpoint import layout as checkpoint_layout
 from rotor.checkpoint.layout import PRE_ROPE, ExactTokens, KeyForm
 from rotor.checkpoint.rows import NumberRow
+from rotor.kernels import absorb_launch
+from rotor.kernels.absorb_launch import Absorbing
 
 EXACT = ExactTokens(3, 8)
 NUMBERS = (NumberRow(24), NumberRow(16))
@@ -85,6 +87,28 @@ def test_kernels_and_plain_pytorch_agree(model: Any, monkeypatch: pytest.MonkeyP
         assert not torch.equal(*found)  # sums of both have their own order
         error = (found[1] - found[0]).norm() / found[0].norm()
         assert error < tolerance, (kind, error)
+
+
+@pytest.mark.parametrize("model", ["llama, numbers"], indirect=True)
+@pytest.mark.parametrize("apart", mostly_nightly([False, True], lambda apart: not apart))
+def test_queries_are_absorbed_with_their_rows(apart: bool, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step has no launch that absorbs alone, unless its batch is absorbed in parts."""
+    absorbed, launch = [], Absorbing.launch
+
+    def counted(self: Absorbing, query: torch.Tensor) -> None:
+        absorbed.append(len(query))
+        launch(self, query)
+
+    monkeypatch.setattr(Absorbing, "launch", counted)
+    if apart:
+        monkeypatch.setattr(absorb_launch, "ABSORBED_BYTES", 1)
+    found = []
+    for choice in ("reference", "triton"):
+        monkeypatch.setenv("ROTOR_ATTENTION", choice)
+        found.append(passes(model, DynamicCache(config=model.config), [24, 1, 1], 3, 0))
+    assert (found[1] - found[0]).norm() < 3e-5 * found[0].norm()
+    layers, sequences = model.config.num_hidden_layers, 2
+    assert absorbed == ([1] * (2 * layers * sequences) if apart else [])
 
 
 def test_slots_that_grow_with_a_sequence_hold_what_all_of_them_would(
