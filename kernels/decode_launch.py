@@ -24,7 +24,7 @@ from .dispatch import decode_tile, slices_per_sm
 from .exact_slots import ExactSlots
 from .finish import finish_kernel
 from .join import join_kernel
-from .launch import device_guard, device_table, kept_memory, padded, precision, shared_bytes, sm_count
+from .launch import capability_of, device_guard, device_table, kept_memory, padded, precision, shared_bytes, sm_count
 from .parameters import AttentionParameters, as_loaded
 from .ranges import KeyRanges
 
@@ -62,7 +62,7 @@ class DecodeLayer:
     def __init__(self, parameters: AttentionParameters, dtype: torch.dtype, device: torch.device) -> None:
         layout, shape = parameters.layout, parameters.shape
         self.layout, self.shape, self.device = layout, shape, device
-        self.shared_bytes = shared_bytes(device)
+        self.shared_bytes = shared_bytes(capability_of(device))
         self.dtype = product_dtype(layout, dtype)
         self.scaling, self.softcap = parameters.scaling, parameters.softcap
         self.operands = layout.operands  # of a word; 1 of numbers

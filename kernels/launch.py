@@ -88,9 +88,9 @@ Programming Guide, compute capabilities, maximum amount of shared memory per thr
 LEAST_SHARED_BYTES = 99 << 10
 
 
-def shared_bytes(device: torch.device) -> int:
-    """Most bytes of shared memory of a program."""
-    return SHARED_BYTES.get(capability_of(device), LEAST_SHARED_BYTES)
+def shared_bytes(capability: int) -> int:
+    """Most bytes of shared memory of a program on GPUs of a compute capability."""
+    return SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
 
 
 def precision(dtype: torch.dtype) -> str:

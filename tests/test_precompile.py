@@ -100,6 +100,18 @@ def test_what_a_model_launches_is_compiled(
     assert used <= compiled
 
 
+@needs_triton
+def test_a_kernel_that_no_gpu_of_an_architecture_launches_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rotor.tools.bench import variants
+
+    compiled = SimpleNamespace(metadata=SimpleNamespace(shared=120 << 10))
+    kernel = SimpleNamespace(name="absorb", warps=4, compile=lambda: compiled)
+    monkeypatch.setattr(variants, "layer_variants", lambda *_: [kernel])
+    wide, roomy = compile_layers([SimpleNamespace(name="layer", layers=1)], [89, 90])
+    assert wide.kernels[0].error == "a program asks for 122,880 bytes of shared memory, sm_89 has 101,376"
+    assert roomy.kernels[0].error is None
+
+
 def test_architectures() -> None:
     assert parse_archs("sm_80, sm_90,sm_80") == [80, 90]
     assert parse_archs("sm_120") == [120]

@@ -25,7 +25,7 @@ from rotor.kernels.append import append
 from rotor.kernels.attention import ranges_of
 from rotor.kernels.decode_launch import DecodeLayer, blocks_of, decode_attention
 from rotor.kernels.exact_slots import SlotsToFill
-from rotor.kernels.launch import AbsentGPU, absent, shared_bytes
+from rotor.kernels.launch import shared_bytes
 from rotor.kernels.parameters import AttentionParameters
 from rotor.kernels.ranges import KeyRanges
 from rotor.tools.bench.attention import random_slots, step_tensors, zero_scale
@@ -72,8 +72,7 @@ def test_programs_fit_into_shared_memory(name: str, arch: int) -> None:
     """Of which most GPUs for desktops have 99 KB a program; of many sequences and of few."""
     subject = named_subjects()[name]
     subject = replace(with_exact(subject) if name in EXACT else subject, page=0)
-    with absent(AbsentGPU(arch)):
-        most = shared_bytes(torch.device("cpu"))
+    most = shared_bytes(arch)
     for variant in layer_variants(subject, arch):
         if (name, arch) != FITS_QUICKLY or variant.kind == "absorb":
             assert variant.compile().metadata.shared <= most, variant.name
@@ -96,7 +95,7 @@ def test_steps_of_many_rows_fit_too(name: str) -> None:
     with recorded(89) as launched:
         layer = DecodeLayer(parameters, dtype, device)
         decode_attention(query, *rows, layer, ranges, block_starts(rotation, layout))
-        assert all(variant.compile().metadata.shared <= shared_bytes(device) for variant in launched)
+        assert all(variant.compile().metadata.shared <= shared_bytes(89) for variant in launched)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ...checkpoint.kernel_config import LayerKernels, layout_class
 from ...checkpoint.layout import AttentionShape, LayerLayout
 from ...errors import UsageError
 from ...kernels.dispatch import triton_installed
+from ...kernels.launch import shared_bytes
 from ...models.compressed import CompressedCheckpoint
 from ...progress import Progress
 from ...versions import pip_install
@@ -117,10 +118,15 @@ def compile_layers(
 
 
 def _compile(variant: Variant, arch: int) -> CompiledKernel:
-    """Compile one kernel; the error of one that fails is kept, so that it does not hide the others."""
-    shared = error = None
+    """Compile one kernel; the error of one that fails is kept, so that it does not hide the others.
+
+    Triton compares the shared memory that a kernel asks for with the GPU's when it is launched, and not here.
+    """
+    shared, most, error = None, shared_bytes(arch), None
     try:
         shared = int(variant.compile().metadata.shared)
+        if shared > most:
+            error = f"a program asks for {shared:,} bytes of shared memory, sm_{arch} has {most:,}"
     except Exception as failure:  # the compiler has many
         error = " ".join(f"{type(failure).__name__}: {failure}".split())
     return CompiledKernel(variant.name, f"sm_{arch}", variant.warps, shared, error)

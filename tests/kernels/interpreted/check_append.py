@@ -241,7 +241,7 @@ def test_queries_are_absorbed_beside_rows(
     name: str, dtype: torch.dtype, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a launch of their own absorbs the rotated ones."""
-    monkeypatch.setattr(decode_launch, "shared_bytes", lambda device: memory)
+    monkeypatch.setattr(decode_launch, "shared_bytes", lambda capability: memory)
     layout = CASES[name]
     shape = shape_of(layout.group_size * len(layout.groups), 2, 24, 16)
     check_absorbing(layout, shape, dtype, torch.device("cpu"))
