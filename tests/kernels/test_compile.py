@@ -41,7 +41,7 @@ SPILLED_IN_PAGES = 136 if NEWEST else 288
 """The tiles that were fastest on an H100 spill up to 88 bytes in layers of an 8B with two heads a row and 136 with one,
 more with the assembler of Triton 3.6, and where three or four heads share it; tiles that spill nothing were slower."""
 
-SPILLED_BY_WIDE_ROWS = 2360
+SPILLED_BY_WIDE_ROWS = 2520
 """Where three or four heads share a row, or a head has 256 nibbles; the most is of prompts of Gemma on sm_90."""
 
 QUICK = [("llama3-8b-128x2", 90, PAGE)]
@@ -56,9 +56,9 @@ def test_nothing_is_spilled(name, arch, page) -> None:
         registers, spilled_bytes = usage(variant.compile().asm["cubin"])
         assert registers <= 255
         most = SPILLED_IN_PAGES if work_of(variant, subject.kernels, arch).keys and page else MOST_SPILLED_BYTES
-        assert spilled_bytes <= (SPILLED_BY_WIDE_ROWS if name.endswith(("x3", "x4", "256x2", "256x1")) else most), (
-            variant.name
-        )
+        assert spilled_bytes <= (
+            SPILLED_BY_WIDE_ROWS if name.removesuffix("-blocks128").endswith(("x3", "x4", "256x2", "256x1")) else most
+        ), variant.name
 
 
 FITS = [(name, arch) for name in named_subjects() for arch in (80, 89, 90)]
@@ -170,12 +170,12 @@ EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
     [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
 )
 def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
-    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads 1.0 to 1.18."""
+    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads, exact tokens in pages, 1.0 to 1.21."""
     (layer,) = count_layers([with_exact(gpu_subjects()[name])], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     (finish,) = (kernel for kernel in layer.kernels if kernel.name.startswith("finish") and kernel.instructions_per_key)
     assert finish.spilled_bytes == 0
-    assert 0.2 < finish.instructions_per_key < 1.2
+    assert 0.2 < finish.instructions_per_key < 1.25
     (append,) = (kernel for kernel in layer.kernels if kernel.name == "append, 1 tokens")
     assert append.spilled_bytes <= MOST_SPILLED_BYTES
 
