@@ -170,7 +170,9 @@ EVERY_EXACT = [(name, arch) for name in EXACT for arch in (80, 90)]
     [case if case == ("llama3-8b-128x2", 90) else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY_EXACT],
 )
 def test_a_layer_with_exact_tokens_takes_few_instructions_more(name: str, arch: int) -> None:
-    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads, exact tokens in pages, 1.0 to 1.21."""
+    """A step of 8 x 32768 keys: joining alone takes 0.28 to 0.46 a key; finishing rows of three heads, exact tokens in
+    pages, 1.0 to 1.21.
+    """
     (layer,) = count_layers([with_exact(gpu_subjects()[name])], [arch])
     assert [kernel.error for kernel in layer.kernels] == [None] * len(layer.kernels)
     (finish,) = (kernel for kernel in layer.kernels if kernel.name.startswith("finish") and kernel.instructions_per_key)
