@@ -114,7 +114,7 @@ class Groups:
     keep a latent each."""
     rope_block: RopeBlock = USUAL_ROPE_BLOCK
     """Positions of a block of domain `block`, a power of two up to 128: fewer take more arithmetic. With exact tokens
-    64 takes as few bytes as less, and 128 for a tenth fewer instructions of a step on a GPU a tenth more of the KL, or
+    64 takes as few bytes as less, and 128, for a tenth fewer instructions of a step on a GPU, a tenth more of the KL or
     1 to 2 % more bytes; without them (exact.newest=0) near keys are read from codes too, and on SmolLM2 16 has a sixth
     less of the KL, 4 two fifths.
     """
