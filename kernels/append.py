@@ -493,7 +493,7 @@ def append(
     row_strides = [stride for side in sides for stride in (side.stride(0), side.stride(1 + at))]
     bases = key_basis, key_shift, value_basis, value_shift
     most = tokens
-    if layout.scaled and not layout.folds_keys(shape):
+    if layout.scaled and not layout.folds_keys(shape) and absorb is None:  # a step has few tokens
         most = max(1, LATENT_BYTES // (4 * layout.key_rank))
     call = _Call(key, value, layout, shape, query, rotated, rotated_keys, bases, rotation, index, scale, fill, absorb)
     for start in range(0, tokens, most):

@@ -62,7 +62,11 @@ class ExactSlots:
     block_table: Tensor | None = None
 
     def part(self, sequences: slice, until: Tensor) -> ExactSlots:
-        """Those of some sequences, with their `until`."""
+        """The slots of some sequences.
+
+        Args:
+            until: of the new tokens of these.
+        """
         own = self.index[sequences], self.first[sequences], until
         if self.block_table is not None:
             return ExactSlots(self.key, self.value, *own, self.block_table[sequences])

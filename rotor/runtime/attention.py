@@ -261,8 +261,8 @@ class RotorAttention(CompressedProjections):
 
 
 def in_autocast(x: Tensor) -> Tensor:
-    """What projections and norms put out, in autocast's dtype where that is on: there norms give float32, and heads
-    without one do not."""
+    """Cast queries, keys or values to autocast's dtype where that is on: there norms give float32, and heads without
+    one do not."""
     device = x.device.type
     if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
         return x

@@ -173,7 +173,7 @@ class ExactRows:
         return before if seq_len > 1 else seen
 
     def _seen(self, offset: Tensor | int, seq_len: int, fixed: bool) -> SeenTokens:
-        """What queries see exactly of the slots once the new tokens are in them."""
+        """The slots as queries see them once the new tokens are there."""
         assert self.keys is not None
         assert self.values is not None
         assert self.begin is not None

@@ -41,7 +41,7 @@ NO_GRADIENTS_HINT = "Export a run of rows of numbers (recipe rotor-16), and trai
 
 
 class Ahead(NamedTuple):
-    """What the launch that makes the row of one new token of each sequence does beside.
+    """Work that the launch which makes a step's rows, of one new token of each sequence, does beside.
 
     fill: where it stores the token exactly; None where the store does so itself. step: the step whose queries it
     absorbs.
@@ -151,7 +151,7 @@ class RowStore(ABC):
         return True
 
     def ahead(self, call: AttentionCall) -> Ahead | None:
-        """What the launch that makes rows is to do beside; None: nothing.
+        """Plan what the launch that makes rows is to do beside; None: nothing.
 
         Args:
             call: of the kernels, with queries, keys and values as projections put them out.

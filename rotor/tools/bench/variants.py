@@ -119,7 +119,7 @@ class _Layer:
             self.distinct.setdefault((variant.source.hash(), str(variant.options)), named)
 
     def record_rows(self) -> None:
-        """What makes rows, and expands those of a prompt."""
+        """Record what makes rows, and expands those of a prompt."""
         subject, layout, pages = self.subject, self.subject.layout, None
         for tokens in (1, 4096):
             with recorded(self.arch) as launched:
@@ -133,7 +133,7 @@ class _Layer:
             self.keep(launched, f"{{}} {cls.key.width}+{cls.value.width}x{layout.group_size}")
 
     def record_steps(self) -> None:
-        """Steps of many sequences and of few, which launch other programs, and behind a mask, which pages have not."""
+        """Record steps of many sequences and of few, which launch other programs, and behind masks; pages have none."""
         every = KeyRanges.of_lengths(torch.ones(1).int())
         behind_mask = KeyRanges.of_mask(torch.ones(1, 1, self.keys, dtype=torch.bool))
         self._record_step(every, FEW_SMS, counted=True)

@@ -245,3 +245,9 @@ def test_queries_are_absorbed_beside_rows(
     layout = CASES[name]
     shape = shape_of(layout.group_size * len(layout.groups), 2, 24, 16)
     check_absorbing(layout, shape, dtype, torch.device("cpu"))
+
+
+def test_a_step_that_absorbs_is_one_launch_whatever_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though as many tokens of a prompt are appended in parts."""
+    monkeypatch.setattr(append_module, "LATENT_BYTES", 1)
+    check_absorbing(CASES["joint"], shape_of(6, 2, 24, 16), torch.float16, torch.device("cpu"))
